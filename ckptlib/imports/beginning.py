@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -121,7 +121,7 @@ class Beginning:
                     report = load_step(session.group, source, order).report
             else:
                 path = Path(self._url.removeprefix(LOCAL))
-                step = opened(session.group, known, path, state, init.map)
+                step = opened(session.group, known, path, state, self._only, init.map)
                 kind = known.name
                 report = load_step(session.group, step, replace(order, reader=lambda _, rank: step.reader(rank))).report
         except StateMismatch as error:
@@ -159,37 +159,49 @@ def _foreign_format(path: Path) -> Format:
         raise FormatError(f"{path}: is no root of ckptlib; nor another library's: {error}") from error
 
 
-def _ties(state: Mapping[str, object], rename: Rename) -> list[list[str]]:
-    """What the state has tied, by the source's names."""
-    named = Selection(None, rename).named
-    groups: dict[str, list[str]] = {}
-    for name, first in first_look(state).aliases.items():
-        groups.setdefault(first, [named(first)]).append(named(name))
-    return [*groups.values()]
+class _Needs:
+    """What a state needs of a source. Knows names only: tensors may have been made for the look, and are let go of."""
+
+    def __init__(self, state: Mapping[str, object], only: Only, rename: Rename) -> None:
+        flat, asked = first_look(state), Selection(only, None)
+        named = Selection(None, rename).named
+        names = (*(leaf.name for leaf in flat.leaves), *flat.values, *flat.objects)
+        self._named, self._names = named, [name for name in names if asked.wanted(name, whole=True)]
+        self._ties: dict[str, list[str]] = {}
+        """What the state has tied, by the source's names."""
+        for name, first in flat.aliases.items():
+            self._ties.setdefault(first, [named(first)]).append(named(name))
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Of all that is to be filled: the source's. They are asked for in need only, as `rename` may be the user's."""
+        return map(self._named, self._names)
+
+    def tie(self, foreign: Foreign) -> None:
+        """What the source has under one name alone, as safetensors does, is what others of the state are tied to."""
+        for names in self._ties.values():
+            there = [name for name in names if name in foreign.leaves]
+            for name in names if there else ():
+                if name not in there:
+                    foreign.add_alias(name, there[0])
 
 
-def _add_ties(foreign: Foreign, ties: Sequence[Sequence[str]]) -> None:
-    """What the source has under one name alone, as safetensors does, is what the others of the state are tied to."""
-    for names in ties:
-        there = [name for name in names if name in foreign.leaves]
-        for name in names if there else ():
-            if name not in there:
-                foreign.add_alias(name, there[0])
-
-
-def opened(group: Group, known: Format, path: Path, state: Mapping[str, object], rename: Rename) -> ForeignStep:
+def opened(
+    group: Group, known: Format, path: Path, state: Mapping[str, object], only: Only, rename: Rename
+) -> ForeignStep:
     """Another library's checkpoint as a step that fits the state. Every rank maps the files itself. Collective.
 
     The ranks look at the state first: a `state_dict()` may be collective, and a rank that cannot read its files would
     never come to it.
     """
-    ties = together(group, "looking at the state", lambda: _ties(state, rename))
+    needs = together(group, "looking at the state", lambda: _Needs(state, only, rename))
 
     def read() -> tuple[bytes, ForeignStep]:
         foreign = Foreign(known.name)
         known.read(path, foreign)
+        foreign.leave_out_strange(needs.names)
         seen = _described(foreign.flat)  # without ties: those of ranks, such as stages of a pipeline, may differ
-        _add_ties(foreign, ties)
+        needs.tie(foreign)
         for note in foreign.notes if group.rank == 0 else ():
             log.warning("%s", note)
         return seen, ForeignStep(foreign.flat, str(path), foreign.step or 0)

@@ -6,8 +6,9 @@ The readers of formats add to it; `Foreign.flat` is what the ordinary save takes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ class Foreign:
     """By id of a tensor without memory that stands for one in boxes."""
     _seen: dict[object, str] = field(default_factory=dict)
     _strange: dict[str, str] = field(default_factory=dict)
+    """Objects that mean nothing without their class: each with its class."""
+    _lost: dict[str, str] = field(default_factory=dict)
+    """By name of such an object: that of the value which it is part of, and which is not taken over."""
     _nodes: int = 0
     _effort: Effort = field(default_factory=Effort)
 
@@ -64,18 +68,31 @@ class Foreign:
     def flat(self) -> Flat:
         """For the save. Raises UnsupportedState for objects that mean nothing without their class."""
         if self._strange:
-            some = [f"{name} ({by})" for name, by in list(self._strange.items())[:MAX_SHOWN]]
-            more = f" and {len(self._strange) - MAX_SHOWN} more" if len(self._strange) > MAX_SHOWN else ""
             tops = sorted({name.split("/")[0] for name in self._strange})
             skips = " ".join(f"--skip '{name}'" for name in tops[:MAX_SHOWN])
-            raise UnsupportedState(
-                f"{', '.join(some)}{more}: objects of classes that only unpickling could make, which would run code; "
-                f"nothing was unpickled. Leave them out ({skips}), or, if you trust the file, load it yourself with "
-                "torch.load(..., weights_only=False), turn them into plain values and torch.save the result"
-            )
+            raise _unsupported(self._strange, skips)
         if not self.leaves and not self.plain:
             raise FormatError(f"{self.kind}: nothing to import; see only= and skip=")
         return Flat(list(self.leaves.values()), dict(self.plain), dict(self.objects))
+
+    def leave_out_strange(self, asked: Iterable[str]) -> None:
+        """Leaves out objects that mean nothing without their class, and the values that they are part of; notes it.
+
+        `asked`: the names of all that a load fills. Raises UnsupportedState for a value at, above or below one of them.
+        """
+        if not self._strange:
+            return
+        names = set(asked)
+        around = {path for name in names for path in _paths_to(name)}
+        used = {
+            name: by
+            for name, by in self._strange.items()
+            if self._lost[name] in around or not names.isdisjoint(_paths_to(self._lost[name]))
+        }
+        if used:
+            raise _unsupported(used, "init_only=")
+        self.notes.append(f"{_shown(self._strange)}: objects of classes, which the state has no use for, are left out")
+        self._strange.clear()
 
     def wanted(self, name: str) -> bool:
         """Whether the caller asked for a name; what is left out is kept in mind."""
@@ -146,6 +163,7 @@ class Foreign:
         self._claim(name)
         strange = dict(self._strange_in(value, name, 0))
         self._strange.update(strange)
+        self._lost.update(dict.fromkeys(strange, name))
         if not strange:
             self.plain[name] = values.encode(value, name)
 
@@ -287,6 +305,7 @@ class Foreign:
         found = {} if isinstance(key, (str, int)) else dict(self._strange_in(key, below, 0))
         if found and self.wanted(below):
             self._strange.update(found)
+            self._lost.update(dict.fromkeys(found, below))
         return bool(found)
 
     def _count(self, number: int) -> None:
@@ -326,6 +345,25 @@ def is_module(node: object) -> bool:
     tensors = sum(isinstance(value, torch.Tensor) for value in node.values())
     extra = sum(isinstance(key, str) and key.rpartition(".")[2] == "_extra_state" for key in node)
     return tensors > 0 and tensors + extra >= len(node) and all(isinstance(key, str) for key in node)
+
+
+def _unsupported(strange: Mapping[str, str], leave_out: str) -> UnsupportedState:
+    """By name of an object: its class. `leave_out`: how the caller would do that."""
+    return UnsupportedState(
+        f"{_shown(strange)}: objects of classes that only unpickling could make, which would run code; nothing was "
+        f"unpickled. Leave them out ({leave_out}), or, if you trust the file, load it yourself with "
+        "torch.load(..., weights_only=False), turn them into plain values and torch.save the result"
+    )
+
+
+def _shown(strange: Mapping[str, str]) -> str:
+    some = [f"{name} ({by})" for name, by in list(strange.items())[:MAX_SHOWN]]
+    return ", ".join(some) + (f" and {len(strange) - MAX_SHOWN} more" if len(strange) > MAX_SHOWN else "")
+
+
+def _paths_to(name: str) -> Iterator[str]:
+    """The paths above a name, and itself."""
+    return accumulate(name.split("/"), "{}/{}".format)
 
 
 def _all_begin(state: Mapping[Any, Any], prefix: str) -> bool:

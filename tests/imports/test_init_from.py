@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import CheckpointNotFound, FormatError, StateError, StateMismatch, UnsupportedState
 from ckptlib.imports.beginning import opened
 from ckptlib.imports.formats import format_of
-from ckptlib.ranks.group import Group
+from ckptlib.ranks.group import Group, SoloGroup
 
 
 def weights(model: nn.Module) -> dict[str, bytes]:
@@ -163,7 +164,7 @@ def test_a_copy_that_is_not_whole_is_told_where_looking_at_the_state_is_collecti
 
     def begin(group: Group) -> None:
         path = tmp_path / f"{group.rank}.pt"
-        opened(group, format_of(path), path, {"model": model, "all": AskingTheOthers(group)}, None)
+        opened(group, format_of(path), path, {"model": model, "all": AskingTheOthers(group)}, None, None)
 
     with pytest.raises(FormatError, match=r"on rank 1: .*1\.pt: is no whole file"):
         run_ranks(2, begin)
@@ -240,7 +241,7 @@ def fill(path: Path, models: list[nn.Module]) -> None:
 
     def on_rank(group: Group) -> None:
         state = {"model": models[group.rank]}
-        step = opened(group, format_of(path), path, state, None)
+        step = opened(group, format_of(path), path, state, None, None)
         load_step(group, step, LoadOrder(state, reader=lambda _, rank: step.reader(rank)))
 
     run_ranks(len(models), on_rank)
@@ -252,7 +253,7 @@ def test_ranks_that_see_different_files(tmp_path: Path) -> None:
 
     def on_rank(group: Group) -> None:
         path = tmp_path / f"{group.rank}.safetensors"
-        opened(group, format_of(path), path, {}, None)
+        opened(group, format_of(path), path, {}, None, None)
 
     with pytest.raises(StateError, match="the ranks do not see the same checkpoint"):
         run_ranks(2, on_rank)
@@ -308,14 +309,47 @@ def test_a_source_that_lacks_something_names_it_and_leaves_no_step(tmp_path: Pat
     torch.save({"model": {"0.weight": torch.ones(3)}}, tmp_path / "small.pt")
     with pytest.raises(StateMismatch, match=r"model/0\.weight"):
         begin(job, tmp_path / "small.pt")
-    torch.save({"model": job.model.state_dict(), "made": Made()}, tmp_path / "strange.pt")
-    with pytest.raises(UnsupportedState, match="Made"):
-        begin(job, tmp_path / "strange.pt")
     assert catalog(job.root).saves() == []
 
 
 class Made:
     """What only unpickling could make."""
+
+
+def test_objects_that_the_state_does_not_have_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = source(tmp_path)
+    saved = {"model": before.model.state_dict(), "optimizer": {Made(): 1}, "args": argparse.Namespace(lr=0.1)}
+    torch.save({**saved, "list": [torch.ones(2), Made()]}, tmp_path / "ckpt.pt")
+    job = Job(tmp_path / "root")
+    begin(job, tmp_path / "ckpt.pt")
+    assert weights(job.model) == weights(before.model)
+    (told,) = (record.getMessage() for record in caplog.records if "left out" in record.getMessage())
+    assert "args (argparse.Namespace)" in told
+    assert "list/1" in told
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "named"),
+    [
+        ({"args": argparse.Namespace(lr=0.1)}, {"args": {"lr": 0.2}}, "args"),
+        ({"args": {"of": Made()}}, {"args": {"of": 1}}, "args/of"),
+        ({"args": {"of": Made(), "lr": 0.1}}, {"args": {"lr": 0.2}}, "args/of"),
+        ({"args": {Made(): 1, "lr": 0.1}}, {"args": {"lr": 0.2}}, "args/a key"),
+        ({"args": Made()}, {"args": {"w": torch.ones(2), "lr": 0.2}}, "args"),
+        ({"args": [torch.ones(2), Made()]}, {"args": [torch.zeros(2), 1]}, "args/1"),
+        ({"net": Made()}, {"args": nn.Linear(2, 2)}, "net"),
+    ],
+)
+def test_objects_that_the_state_asks_for_stop_it(
+    saved: dict[str, object], mine: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    path, rename = tmp_path / "ckpt.pt", {"args": "net"} if named == "net" else None
+    torch.save({**saved, "other": torch.ones(2)}, path)
+    state = {**mine, "other": torch.zeros(2)}
+    for only in (None, "args", "args*"):
+        with pytest.raises(UnsupportedState, match=rf"{named} \(.*Leave them out \(init_only=\)"):
+            opened(SoloGroup(), format_of(path), path, state, only, rename)
+    assert {*opened(SoloGroup(), format_of(path), path, state, "other", rename).leaves} >= {"other"}
 
 
 def test_a_run_that_died_before_its_first_step_begins_again(tmp_path: Path) -> None:
