@@ -13,7 +13,7 @@ import torch
 from ckptlib.errors import FormatError
 from ckptlib.format.box import Box
 from ckptlib.imports.entries import add_entries
-from ckptlib.imports.foreign import Foreign
+from ckptlib.imports.foreign import Foreign, is_optimizer
 from ckptlib.imports.mapped import Mapped, dtype_named, inside, sized
 from ckptlib.imports.pickled import MAX_BYTES, Global, Made, read_pickle
 from ckptlib.imports.torch_file import MAX_DEPTH, read_torch_file
@@ -184,4 +184,15 @@ def _lists(node: Any, key: Any) -> Any:
     made = {inner: _lists(value, inner) for inner, value in node.items()}
     if made and key != "state" and all(type(inner) is int for inner in made) and set(made) == set(range(len(made))):
         return [made[i] for i in range(len(made))]
-    return made
+    return _numbered(made)
+
+
+def _numbered(node: dict[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's own state: of the numbers of its parameters, DCP makes text where they are keys of a dict, and
+    leaves that out where it is empty."""
+    whole = {"state": {}, **node}
+    if not is_optimizer(whole):
+        return node
+    params = (param for group in whole["param_groups"] for param in group["params"])
+    numbers = {str(param): param for param in params if type(param) is int}
+    return {**whole, "state": {numbers.get(key, key): entry for key, entry in whole["state"].items()}}

@@ -69,6 +69,31 @@ def test_one_process(tmp_path: Path) -> None:
     assert fresh.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_an_optimizers_own_state(kind: type[torch.optim.Optimizer], stepped: bool, tmp_path: Path) -> None:
+    """Its parameters have numbers, as of `optimizer.state_dict()`. SGD without momentum has options only."""
+
+    def made(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network()
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others, "weight_decay": lr / 2}]
+        return model, kind(groups, lr=lr)  # type: ignore[call-arg]
+
+    model, optimizer = made(0.25)
+    if stepped:
+        model(torch.randn(2, 9)).sum().backward()
+        optimizer.step()
+    dcp_save({"model": model.state_dict(), "opt": optimizer.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    ckptlib.convert(tmp_path / "dcp", tmp_path / "root")
+    other, fresh = made(0.5)
+    ckptlib.load(tmp_path / "root", {"model": other}, strict=False)
+    ckptlib.load(tmp_path / "root", {"opt": fresh}, strict=False)
+    assert_same_state(model.state_dict(), other.state_dict())
+    assert_same_state(optimizer.state_dict()["state"], fresh.state_dict()["state"])
+    assert optimizer.state_dict()["param_groups"] == fresh.state_dict()["param_groups"]
+
+
 def test_a_bare_model(tmp_path: Path) -> None:
     model = network()
     dcp_save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
