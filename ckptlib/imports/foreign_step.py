@@ -17,6 +17,7 @@ from ckptlib.format.box import Box
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
+from ckptlib.imports.mapped import aligned
 from ckptlib.loading.reader import Reader
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.reading.reader import Want
@@ -100,7 +101,7 @@ class ForeignReader(Reader):
         """Raises CorruptData where the source lacks elements of it."""
         left = box.numel
         for common, source in self._within(name, box):
-            _copy(source, within(common, box, target))
+            _copy(aligned(source), within(common, box, target))
             left -= common.numel
             self.nbytes_read += source.nbytes
             progress(source.nbytes)
@@ -128,7 +129,7 @@ class ForeignReader(Reader):
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return bytes_of(tensor.contiguous())
+    return bytes_of(aligned(tensor).contiguous())
 
 
 @torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to

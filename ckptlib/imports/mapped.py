@@ -37,15 +37,15 @@ class Mapped:
         return b"" if self._map is None else self._map[offset : offset + nbytes]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """1-d, of the file's own bytes. Raises FormatError for what is not within the file."""
+        """1-d, of the file's own bytes, wherever they begin: whoever computes with it takes what `aligned` gives.
+
+        Raises FormatError for what is not within the file.
+        """
         nbytes = numel * dtype.itemsize
         self._check(offset, nbytes, what)
         if not nbytes or self._map is None:
             return torch.empty(0, dtype=dtype)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
-        if offset % dtype.itemsize:
-            raw = raw.clone()  # torch asks of a view that it begins where the dtype may
-        return raw.view(dtype)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset).view(dtype)
 
     def _check(self, offset: int, nbytes: int, what: str) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
@@ -53,6 +53,17 @@ class Mapped:
                 f"{self.path}: {what} is said to be at [{offset}:+{nbytes}], but the file has {self.nbytes} bytes; "
                 "was it copied whole?"
             )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements where torch may compute with them: in a file, as in those of DCP, they begin at any byte.
+
+    A copy, contiguous, of what does not begin at a multiple of its dtype's size.
+    """
+    if tensor.data_ptr() % tensor.itemsize == 0:
+        return tensor
+    raw = tensor.unsqueeze(-1).view(torch.uint8)
+    return raw.clone(memory_format=torch.contiguous_format).view(tensor.dtype).squeeze(-1)
 
 
 def inside(directory: Path, name: str) -> Path:

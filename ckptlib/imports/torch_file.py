@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ckptlib.errors import FormatError
-from ckptlib.imports.mapped import Mapped, dtype_named, numel_of, sized, strided
+from ckptlib.imports.mapped import Mapped, aligned, dtype_named, numel_of, sized, strided
 from ckptlib.imports.pickled import Global, Made, Persistent, read_pickle
 
 MAGIC = b"PK\x03\x04"
@@ -62,6 +62,8 @@ Classes = Mapping[str, Callable[[Any], Any]]
 
 def read_torch_file(mapped: Mapped, begin: int = 0, nbytes: int | None = None, classes: Classes | None = None) -> Any:
     """What was given to torch.save: dict, list, tuple, plain values, tensors that are views of the file, and `Strange`.
+
+    A contiguous tensor may begin at any byte: see `aligned`.
 
     `begin`, `nbytes`: where in the file, if not all of it; `classes`: what else a library saves, so that it is not
     Strange. Raises FormatError for what is no such file, or damaged.
@@ -231,10 +233,9 @@ class _TorchFile:
             raise FormatError(
                 f"{self._what}: a tensor of shape {sizes} shares memory with itself (expand); save tensor.contiguous()"
             )
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()
         typed = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return typed.as_strided(sizes, steps, offset)
+        found = typed.as_strided(sizes, steps, offset)
+        return found if found.is_contiguous() else aligned(found)  # a save computes with what is not
 
 
 def _key(key: Any) -> Any:
@@ -268,6 +269,7 @@ def _with_bits(tensor: torch.Tensor, last: Sequence[Any], real: Real) -> torch.T
         return tensor
     if not isinstance(bits, Mapping) or {*bits} - {"conj", "neg"}:
         raise TypeError(f"unknown properties: {bits!r}")
+    tensor = aligned(tensor)
     tensor = tensor.conj() if bits.get("conj") else tensor
     tensor = torch._neg_view(tensor) if bits.get("neg") else tensor
     return tensor.resolve_conj().resolve_neg()

@@ -13,6 +13,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckptlib
+from ckptlib.checkpoint import LoadOrder, load_step
+from ckptlib.imports.beginning import opened
+from ckptlib.imports.formats import format_of
+from ckptlib.ranks.group import SoloGroup
 
 
 def network() -> nn.Module:
@@ -92,6 +96,40 @@ def test_an_optimizers_own_state(kind: type[torch.optim.Optimizer], stepped: boo
     assert_same_state(model.state_dict(), other.state_dict())
     assert_same_state(optimizer.state_dict()["state"], fresh.state_dict()["state"])
     assert optimizer.state_dict()["param_groups"] == fresh.state_dict()["param_groups"]
+
+
+def mappings(ending: str) -> list[range]:
+    """Where in memory files are, by the end of their names."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(ending)]
+    return [range(int(first, 16), int(last, 16)) for first, last in (line[0].split("-") for line in lines)]
+
+
+def test_tensors_stay_in_the_files_wherever_they_lie_there(tmp_path: Path) -> None:
+    """DCP puts them behind one another, at any byte."""
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.float8_e4m3fn]
+    made = {f"{i}": torch.randn(7 + i, 5).to(kind) for i, kind in enumerate(kinds * 3)}
+    made |= {"scalar": torch.tensor(3.0), "turned": torch.randn(4, 6).t(), "conj": torch.randn(5, 3).cfloat().conj()}
+    dcp_save({"t": made}, checkpoint_id=tmp_path / "dcp")
+    foreign = read(tmp_path / "dcp")
+    addresses = {leaf.name: leaf.pieces[0][1].data_ptr() for leaf in foreign.leaves.values()}
+    files = mappings(".distcp")
+    assert {name for name, at in addresses.items() if not any(at in file for file in files)} <= {"t/turned", "t/conj"}
+    assert any(at % made[name[2:]].itemsize for name, at in addresses.items())
+
+    ckptlib.convert(tmp_path / "dcp", tmp_path / "root")
+    all_of = {name: torch.zeros_like(tensor) for name, tensor in made.items()}
+    ckptlib.load(tmp_path / "root", {"t": all_of})
+    for name, tensor in made.items():
+        assert same(all_of[name].resolve_conj(), tensor.resolve_conj()), name
+
+    columns = {
+        name: ckptlib.Sharded(torch.zeros_like(t[2:5, 1:3]), (2, 1), t.shape) for name, t in made.items() if t.dim()
+    }
+    state = {"t": columns}
+    step = opened(SoloGroup(), format_of(tmp_path / "dcp"), tmp_path / "dcp", state, None, None)
+    load_step(SoloGroup(), step, LoadOrder(state, strict=False, reader=lambda _, rank: step.reader(rank)))
+    for name, box in columns.items():
+        assert same(box.tensor.resolve_conj(), made[name][2:5, 1:3].resolve_conj()), name
 
 
 def test_a_bare_model(tmp_path: Path) -> None:
