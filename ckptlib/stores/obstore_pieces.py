@@ -7,18 +7,22 @@ from itertools import chain
 
 from typing_extensions import Buffer
 
-from ckptlib.stores.base import as_bytes
+from ckptlib.stores.base import InPlace, as_bytes
 
 KEPT_NBYTES = 32 << 20
 """Of pieces that may be all that holds their memory."""
 
 
 class Pieces:
-    """What was taken is kept as long as it costs little: views of memory that somebody else keeps cost nothing."""
+    """What was taken is kept as long as it costs little: a sequence, and the views of InPlace, cost nothing.
+
+    Any other view may be all that holds its memory.
+    """
 
     def __init__(self, head: Buffer, pieces: Iterable[Buffer]) -> None:
         self._left = chain([head], pieces)
         self._is_kept = isinstance(pieces, Sequence)
+        self._is_in_place = isinstance(pieces, InPlace)
         self._kept_nbytes = 0
         self.nbytes = 0
         """Of what was taken."""
@@ -46,7 +50,8 @@ class Pieces:
             if not view.nbytes:
                 continue
             self.nbytes += view.nbytes
-            if not self._is_kept and not isinstance(piece, memoryview):
+            # Copies are among what is in place.
+            if not (self._is_kept or (self._is_in_place and isinstance(piece, memoryview))):
                 self._kept_nbytes += view.nbytes
             if self._kept_nbytes > KEPT_NBYTES:
                 self.can_repeat = False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 
-from ckptlib.stores import obstore_pieces
+import pytest
+from typing_extensions import Buffer
+
+from ckptlib.stores import InPlace, obstore_pieces
 from ckptlib.stores.obstore_pieces import Pieces
 
 
@@ -33,23 +37,29 @@ def test_what_is_there_already_is_whole() -> None:
     assert sent(pieces) == sent(pieces) == b"12" * 1000
 
 
-def test_views_are_kept_however_many() -> None:
+def test_views_in_place_are_kept_however_many(monkeypatch) -> None:
+    monkeypatch.setattr(obstore_pieces, "KEPT_NBYTES", 10)
     memory = memoryview(bytes(range(200)) * 1000)
-    pieces = Pieces(b"", (memory[start : start + 100] for start in range(0, len(memory), 100)))
+    views = (memory[start : start + 100] for start in range(0, len(memory), 100))
+    pieces = Pieces(b"", InPlace(len(memory), views))
     assert sent(pieces) == sent(pieces) == memory
+    assert all(view.obj is memory.obj for view in pieces)
     assert pieces.can_repeat
 
 
-def test_memory_that_nobody_else_holds_is_let_go(monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [Memory, memoryview, InPlace])
+def test_memory_that_nobody_else_holds_is_let_go(monkeypatch, kind: type) -> None:
+    """As bytes, as views of them, which a drain and a copy give, and as copies among views in place."""
     monkeypatch.setattr(obstore_pieces, "KEPT_NBYTES", 10)
     made: list[weakref.ref[Memory]] = []
 
-    def made_now(n: int) -> Memory:
+    def made_now(n: int) -> Buffer:
         memory = Memory([n] * 4)
         made.append(weakref.ref(memory))
-        return memory
+        return memoryview(memory) if kind is memoryview else memory
 
-    pieces = Pieces(b"", (made_now(n) for n in range(50)))
+    each = (made_now(n) for n in range(50))
+    pieces = Pieces(b"", InPlace(200, each) if kind is InPlace else each)
     most = 0
     for view in pieces:
         most = max(most, sum(ref() is not None for ref in made))
@@ -57,3 +67,18 @@ def test_memory_that_nobody_else_holds_is_let_go(monkeypatch) -> None:
     assert most <= 5
     assert not pieces.can_repeat
     assert not pieces.is_whole
+
+
+def test_maps_of_which_a_view_is_given_are_let_go() -> None:
+    made: list[weakref.ref[mmap.mmap]] = []
+
+    def mapped() -> memoryview:
+        memory = mmap.mmap(-1, 4 << 20)
+        made.append(weakref.ref(memory))
+        return memoryview(memory)
+
+    most = 0
+    for view in Pieces(b"h" * 4096, (mapped() for _ in range(100))):
+        most = max(most, sum(ref() is not None for ref in made))
+        del view
+    assert (len(made), most <= 48 >> 2) == (100, True)
