@@ -139,7 +139,7 @@ class DiskSweeper:
         store = self._disk.store
         parts = store.scan(keys.PARTS)
         oldest = self._now(parts) - UNFINISHED_S
-        store.clean(oldest)
+        store.clean(oldest, keys.is_known)
         earlier = stays.earlier if stays.whole is None else frozenset[SaveId]()
         if earlier is None or (stays.whole is not None and stays.whole.generation != generation):
             return []

@@ -146,7 +146,7 @@ def sweep(
         dropped = [save for save in dropped if save not in spared]
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
-        catalog.store.clean(oldest)
+        catalog.store.clean(oldest, keys.is_known)
     deleted = tuple(itertools.chain(*stages, layouts))
     return Sweep(tuple(dropped), tuple(condemned), deleted, tuple(waiting), frozenset(broken))
 

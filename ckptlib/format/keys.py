@@ -61,6 +61,11 @@ _PACK_SET = re.compile(rf"{_SAVE}(-carried)?")
 _LAYOUT_KEY = re.compile(r"(?:copies/)?layouts/[0-9a-f]{32}\.json")
 _REFRESH_KEY = re.compile(rf"steps/{_SAVE}\.refresh")
 _PIN_KEY = re.compile(rf"steps/{_SAVE}-[0-9a-f]{{8}}\.pin")
+_COPIED_KEYS = (_GENERATION_KEY, _LAYOUT_KEY)
+_KEYS = (
+    *(*_COPIED_KEYS, _ACCOUNT_KEY, _STEP_KEY, _REFRESH_KEY, _PIN_KEY),
+    *(_PART_KEY, _PACK_KEY, _TRASH_KEY, _BEGUN_KEY),
+)
 
 
 def new_nonce() -> str:
@@ -286,6 +291,13 @@ def layout_key(digest: str) -> str:
 def is_layout_key(key: str) -> bool:
     """Whether this is the key of a layout, or of its copy."""
     return _LAYOUT_KEY.fullmatch(key) is not None
+
+
+def is_known(key: str) -> bool:
+    """Whether the format has such a name. Objects of other names belong to somebody else, wherever they lie."""
+    name = key.removeprefix(COPIES)
+    kinds = _KEYS if name == key else _COPIED_KEYS
+    return name == ROOT or any(kind.fullmatch(name) for kind in kinds)
 
 
 def copy_key(key: str) -> str:

@@ -73,8 +73,8 @@ class BoundedStore(Store):
         self._within(f"delete {keys[0] if keys else ''}", lambda: self._inner.delete(*keys))
 
     @override
-    def clean(self, before: float) -> None:
-        self._within("clean", lambda: self._inner.clean(before))
+    def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
+        self._within("clean", lambda: self._inner.clean(before, is_ours))
 
     @override
     def close(self) -> None:

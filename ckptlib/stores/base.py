@@ -227,10 +227,13 @@ class Store(ABC):
         """How many bytes more it takes, where it can tell: a file system can, but it knows of no quota."""
         return None
 
-    def clean(self, before: float) -> None:  # noqa: B027  (most stores leave nothing behind)
+    def clean(  # noqa: B027  (most stores leave nothing behind)
+        self, before: float, is_ours: Callable[[str], bool]
+    ) -> None:
         """Removes what crashed uploads left that were last written to before `before`, by the store's own clock.
 
-        None of it was ever an object. Only retention calls this.
+        None of it was ever an object. Where it tells what key it was for, only what `is_ours` is removed: others may
+        upload below the same prefix. Only retention calls this.
         """
 
     def trust_address(self) -> None:  # noqa: B027  (most stores cannot have a wrong one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from typing_extensions import Buffer, override
@@ -163,8 +163,8 @@ class LocalStore(Store):
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some do not count
 
     @override
-    def clean(self, before: float) -> None:
-        """Only regular files with a name of ours are removed: other files belong to somebody else."""
+    def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
+        """Only regular files with a name of ours are removed: other files belong to somebody else. It tells no key."""
         path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:

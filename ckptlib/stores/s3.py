@@ -156,16 +156,17 @@ class S3Store(Store):
                 raise self._client.failure(call, error) from None
 
     @override
-    def clean(self, before: float) -> None:
+    def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
         call = Call("list uploads", "")
-        self._client.run(call, self._clean(call, before))
+        self._client.run(call, self._clean(call, before, is_ours))
 
-    async def _clean(self, call: Call, before: float) -> None:
+    async def _clean(self, call: Call, before: float, is_ours: Callable[[str], bool]) -> None:
         where: dict[str, object] = {"Prefix": self._client.prefix}
         while True:
             page = await self._client.ask(call, "list_multipart_uploads", where)
             for upload in page.get("Uploads", ()):
-                if upload["Initiated"].timestamp() < before:
+                key = upload["Key"][len(self._client.prefix) :]
+                if is_ours(key) and upload["Initiated"].timestamp() < before:
                     await self._abort(upload["Key"], upload["UploadId"])
             if not page.get("IsTruncated"):
                 return

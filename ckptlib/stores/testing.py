@@ -145,8 +145,8 @@ class _HookedStore(Store):
         return self._inner.free_nbytes()
 
     @override
-    def clean(self, before: float) -> None:
-        self._inner.clean(before)
+    def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
+        self._inner.clean(before, is_ours)
 
     @override
     def close(self) -> None:

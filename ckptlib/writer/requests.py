@@ -122,9 +122,9 @@ class NotedStore(Store):
         return self._inner.free_nbytes()
 
     @override
-    def clean(self, before: float) -> None:
+    def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
         with self._requests.note("clean", ""):
-            self._inner.clean(before)
+            self._inner.clean(before, is_ours)
 
     @override
     def close(self) -> None:

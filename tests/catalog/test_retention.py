@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from support import (
     replace_object,
     state,
 )
+from typing_extensions import override
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
@@ -31,6 +33,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
+from ckptlib.stores.memory import MemoryStore
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -48,6 +51,21 @@ def test_grace_must_be_twice_the_save_deadline(store: Store) -> None:
         sweep(catalog, Keep(grace=timedelta(hours=1.9)), None)
     assert keys_of(store, save)
     sweep(catalog, Keep(grace=timedelta(hours=2)), None)
+
+
+def test_only_uploads_of_names_of_the_format_are_cleaned() -> None:
+    asked: list[Callable[[str], bool]] = []
+
+    class Cleaned(MemoryStore):
+        @override
+        def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
+            asked.append(is_ours)
+
+    sweep(make_root(Cleaned()), None, None)
+    (is_ours,) = asked
+    assert is_ours("packs/000000000100-000003-aaaaaaaa/000001-25b4d951-000000.safetensors")
+    assert not is_ours("run1/packs/000000000100-000003-aaaaaaaa/000001-25b4d951-000000.safetensors")
+    assert not is_ours("datasets/laion.tar")
 
 
 def test_without_keep_the_grace_follows_the_save_deadline(store: Store) -> None:

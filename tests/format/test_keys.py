@@ -118,8 +118,10 @@ def test_every_name_is_a_key_of_a_store_and_of_one_kind_only(part: PartName) -> 
     marks = [save.refresh_key, save.pin_key("0" * 8)]
     names = [save.generation.key, save.manifest_key, save.trash_key, part.key, packs[0], *marks]
     assert keys.pack_save(packs[1]) == save
+    assert keys.is_known(packs[1])
     for name, kind in zip(names, PARSERS, strict=True):
         assert check_key(name) == name
+        assert keys.is_known(name)
         assert [k for k, parse in PARSERS.items() if parse(name) is not None] == [kind]
 
 
@@ -133,6 +135,7 @@ def test_names_sort_as_their_numbers_do(saves: list[SaveId]) -> None:
 @given(st.text(max_size=60))
 def test_text_is_no_name(text: str) -> None:
     assert all(parse(text) is None for parse in PARSERS.values())
+    assert not keys.is_known(text)
     with pytest.raises(FormatError):
         keys.parse_save(text)
 
@@ -160,9 +163,22 @@ def test_what_is_almost_a_name_is_none(old: str, new: str) -> None:
     for name in (SAVE.manifest_key, PART.key, SAVE.trash_key, SAVE.generation.key):
         if old in name:
             assert all(parse(name.replace(old, new, 1)) is None for parse in PARSERS.values()), name
+            assert not keys.is_known(name.replace(old, new, 1))
     if old in str(SAVE):
         with pytest.raises(FormatError):
             keys.parse_save(str(SAVE).replace(old, new, 1))
+
+
+@pytest.mark.parametrize("name", ["ckptlib.json", "generations/000007-0123abcd.json", f"layouts/{'3' * 32}.json"])
+def test_what_all_steps_need_is_known_by_both_of_its_names(name: str) -> None:
+    assert keys.is_known(name)
+    assert keys.is_known(f"copies/{name}")
+
+
+def test_what_lies_elsewhere_is_of_somebody_else() -> None:
+    packs = SAVE.pack_key(3, "a77e3b70", 12)
+    for name in ("datasets/laion.tar", "packs/laion.tar", f"run1/{packs}", f"copies/{packs}", "run1/ckptlib.json"):
+        assert not keys.is_known(name)
 
 
 def test_the_smallest_and_the_largest_numbers_have_the_same_width() -> None:

@@ -53,7 +53,7 @@ class Bucket:
         self.heals()
         for key in self.listed():
             self._client.delete_object(Bucket=self.storage.bucket, Key=self._prefix + key)
-        self.store.clean(time.time() + 60)
+        self.store.clean(time.time() + 60, lambda key: True)
         self._num_seen = len(self.proxy.requests)
 
     def requests(self) -> list[Request]:

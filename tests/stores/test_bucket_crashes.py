@@ -20,7 +20,7 @@ from helpers.servers import ObjectStorage, s3_client
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import SaveId, is_known
 from ckptlib.stores import Store, io_limits, open_store
 from ckptlib.testing import FaultProxy
 from ckptlib.verify.root import verify_save
@@ -167,7 +167,7 @@ def test_killed_at_every_request_of_a_save(
         listed = check(storage, job.url, tmp_path / str(n))
         assert listed in ([[1]] if n < total - 2 else [[1], [1, 2]])
         store = open_store(job.url, storage.options())
-        store.clean(before=time.time() + 3600)
+        store.clean(time.time() + 3600, is_known)
         assert uploads(storage, job.url) == []
         assert [save.step for save in Catalog(store).saves()] == listed
 

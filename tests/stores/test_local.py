@@ -268,12 +268,12 @@ open_store(sys.argv[1]).put("packs/p", bytes(4096), pieces())
 
 def test_only_old_remains_are_cleaned(files: Path) -> None:
     store = LocalStore(str(files))
-    store.clean(before=time.time())  # no remains, no root: nothing to do
+    store.clean(time.time(), lambda key: False)  # no remains, no root: nothing to do
     store.put("a", b"kept")
     for name, age_s in ((f"1-{'0' * 16}", 1000), (f"2-{'f' * 16}", 0)):
         (files / ".tmp" / name).write_bytes(b"half a pack")
         os.utime(files / ".tmp" / name, (time.time() - age_s,) * 2)
-    store.clean(before=time.time() - 500)
+    store.clean(time.time() - 500, lambda key: False)
     assert temp_files(files) == [f"2-{'f' * 16}"]
     assert store.get("a") == b"kept"
 

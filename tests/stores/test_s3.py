@@ -193,7 +193,7 @@ def test_what_somebody_must_change_is_told_at_once(s3: ObjectStorage, options: d
             lambda: store.get("a"),
             lambda: store.scan(""),
             lambda: store.delete("a"),
-            lambda: store.clean(0),
+            lambda: store.clean(0, lambda key: True),
         ):
             with pytest.raises(StoreDenied, match=told) as caught:
                 call()

@@ -10,6 +10,7 @@ import pytest
 from helpers.s3_bucket import IDLE_S, PART_NBYTES, Bucket, at_most, bucket_of, scale_limits
 
 from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError, StoreTimeout
+from ckptlib.format.keys import is_known
 from ckptlib.stores import LateHead, io_limits
 
 NBYTES = 2 * PART_NBYTES + 12345
@@ -100,7 +101,7 @@ def test_what_begins_and_ends_an_upload_is_sent_again(bucket: Bucket, op: str, f
     assert bucket.bytes_of("p") == HEAD + data
     orphans = 1 if op == "CreateMultipartUpload" and fault in ("lost_reply", "hang_reply") else 0
     assert bucket.uploads() == ["p"] * orphans
-    bucket.store.clean(time.time() + 60)
+    bucket.store.clean(time.time() + 60, lambda key: key == "p")
     assert bucket.uploads() == []
     assert bucket.bytes_of("p") == HEAD + data
 
@@ -182,7 +183,11 @@ def test_a_listing_outlasts_what_passes(
 @pytest.mark.usefixtures("impatient")
 def test_an_outage_is_no_empty_listing(bucket: Bucket) -> None:
     bucket.breaks("", "down")
-    for call in (lambda: bucket.store.scan("steps/"), lambda: bucket.store.clean(0), lambda: bucket.store.delete("a")):
+    for call in (
+        lambda: bucket.store.scan("steps/"),
+        lambda: bucket.store.clean(0, is_known),
+        lambda: bucket.store.delete("a"),
+    ):
         with at_most(MOST_S), pytest.raises(StoreTimeout, match="gave up after"):
             call()
 
@@ -229,13 +234,25 @@ def test_an_iterator_that_raises_aborts_the_upload(bucket: Bucket) -> None:
     assert bucket.listed() == {}
 
 
+PACKS = [f"packs/000000000100-000003-aaaaaaaa/00000{rank}-25b4d951-000000.safetensors" for rank in range(2)]
+
+
 def test_clean_leaves_what_is_newer(bucket: Bucket) -> None:
-    bucket.begin_upload("packs/a")
-    bucket.begin_upload("packs/b")
-    bucket.store.clean(time.time() - 3600)
-    assert bucket.uploads() == ["packs/a", "packs/b"]
-    bucket.store.clean(time.time() + 60)
+    for pack in PACKS:
+        bucket.begin_upload(pack)
+    bucket.store.clean(time.time() - 3600, is_known)
+    assert bucket.uploads() == PACKS
+    bucket.store.clean(time.time() + 60, is_known)
     assert bucket.uploads() == []
+
+
+def test_clean_leaves_what_others_upload_below_the_prefix(bucket: Bucket) -> None:
+    """Data, and another root, whose saves may be under way for longer than a grace period of this one."""
+    others = ["datasets/laion.tar", "packs/laion.tar", f"run1/{PACKS[0]}"]
+    for key in (*others, *PACKS):
+        bucket.begin_upload(key)
+    bucket.store.clean(time.time() + 60, is_known)
+    assert bucket.uploads() == others
 
 
 def test_an_object_that_changes_while_it_is_read(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from support import age, make_generation, make_root, make_save, read_save, state
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable, StoreError
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import SaveId, is_known
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores.local import LocalStore
 
@@ -205,7 +205,7 @@ def test_the_root_may_be_a_link(tmp_path: Path) -> None:
     store.put("packs/save/1", b"data")
     assert keys(store) == ["packs/save/1"]
     assert store.get("packs/save/1") == b"data"
-    store.clean(time.time() + 1)
+    store.clean(time.time() + 1, is_known)
     store.delete("packs/save/1")
     assert os.listdir(tmp_path / "large disk") == [".tmp"]
 
@@ -221,7 +221,7 @@ def test_clean_does_not_follow_a_link(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / ".tmp").symlink_to(elsewhere)
     store = LocalStore(str(tmp_path / "root"))
-    for call in (lambda: store.clean(time.time() + 1000), lambda: store.put("a", b"data")):
+    for call in (lambda: store.clean(time.time() + 1000, is_known), lambda: store.put("a", b"data")):
         with pytest.raises(StoreError, match=r"root/\.tmp is a symbolic link"):
             call()
     assert sorted(os.listdir(elsewhere)) == [f"1-{'0' * 16}", "thesis.tex"]
@@ -239,7 +239,7 @@ def test_clean_takes_only_what_uploads_have_left(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"of somebody else")
     (temp / link).symlink_to(tmp_path / "target")
     os.link(tmp_path / "root" / "a" / "b", temp / f"13-{'d' * 16}")  # of a crash between a link and its unlink
-    store.clean(time.time() + 1000)
+    store.clean(time.time() + 1000, is_known)
     assert sorted(os.listdir(temp)) == sorted([directory, link, "notes", "folder"])
     assert (tmp_path / "target").read_bytes() == b"of somebody else"
     assert store.get("a/b") == b"kept"
@@ -263,7 +263,7 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
         with pytest.raises(StoreError):
             store.put("link/x", b"")
         store.delete("a/b/c")
-        store.clean(time.time())
+        store.clean(time.time(), is_known)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
