@@ -7,6 +7,7 @@ used, since they have traps:
   once, each try is watched, and what may pass is tried again for `io_limits.RETRY_S`.
 * botocore adds `Expect: 100-continue` to bodies, and aiohttp waits without limit for the answer. It is removed.
 * Payloads are signed by SHA-256 or not checked at all. Here each has a checksum, which costs less than half of that.
+* Credentials of a file are read once. Here they are read again when the server does not take them any more.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from typing import Any, TypeAlias, TypeVar
 
 import botocore.config
 import fsspec
-from botocore.exceptions import ClientError
+from aiobotocore.session import AioSession
+from botocore.credentials import RefreshableCredentials
+from botocore.exceptions import BotoCoreError, ClientError
 
 from ckptlib.errors import CkptError, StoreError, StoreTimeout
 from ckptlib.stores import io_limits
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body, Progress
-from ckptlib.stores.s3_errors import Foreign, Stalled, meaning_of
+from ckptlib.stores.s3_errors import STALE, Foreign, Stalled, code_of, meaning_of
 from ckptlib.stores.s3_sums import Sums
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
@@ -44,6 +47,9 @@ _LOOP_S = 10.0
 
 _CANCEL_S = 2.0
 """How long a request that was given up may take to end."""
+
+_GIVEN = ("key", "username", "anon", "session")
+"""Options by which the credentials are what they are, for good."""
 
 _OF_OBJECT = ({"ContentLength"}, {"ETag", "LastModified"})
 _TOLD: dict[str, tuple[set[str], ...]] = {
@@ -88,6 +94,11 @@ class S3Client:
         self.was_there = False
         """Whether the server has answered; then whoever refuses connections is away for a while."""
         self._pid = os.getpid()
+        client_kwargs: Any = options.get("client_kwargs") or {}
+        self._looks_up = not (any(map(options.get, _GIVEN)) or "aws_access_key_id" in client_kwargs)
+        self._renewing = asyncio.Lock()
+        self._renewals = 0
+        """How many times other credentials were found."""
 
     # -- on the loop's thread
 
@@ -132,8 +143,10 @@ class S3Client:
             sums = self.sums.of(body)
 
     async def tried(self, call: Call, attempt: Attempt[T], retries: Retries, idle_s: float | None = None) -> T:
-        """The result of an attempt, which is watched, and made again after a fault that may pass."""
+        """The result of an attempt, which is watched, and made again after a fault that may pass, or by newer
+        credentials."""
         while True:
+            renewals = self._renewals
             progress = Progress(io_limits.IDLE_S if idle_s is None else idle_s)
             try:
                 result = await _watched(attempt(progress), progress, call.deadline)
@@ -141,6 +154,10 @@ class S3Client:
                 return result
             except Exception as error:
                 self.was_there |= isinstance(error, ClientError)
+                if self._looks_up and code_of(error) in STALE:
+                    looking = Progress(io_limits.IDLE_S)
+                    if await _watched(self._is_renewed(renewals), looking, call.deadline):
+                        continue
                 meaning = meaning_of(error)
                 if not meaning.passes:
                     raise
@@ -149,6 +166,30 @@ class S3Client:
                 if wait_s is None:
                     raise self._gave_up(call, error, retries) from self._secrets.harmless(error)
             await asyncio.sleep(wait_s)
+
+    async def _is_renewed(self, renewals: int) -> bool:
+        """Whether the credentials are others than those of which there were so many `renewals`; looks for such.
+
+        They are put into those that the client has, so that no request of it is disturbed.
+        """
+        async with self._renewing:
+            if self._renewals != renewals:
+                return True
+            used = await self._fs.session.get_credentials()
+            if isinstance(used, RefreshableCredentials):  # such renew themselves
+                return False
+            try:
+                found = await AioSession(**self._fs.kwargs).get_credentials()
+            except BotoCoreError:  # somebody is writing the file
+                return False
+            if found is None:
+                return False
+            new = await found.get_frozen_credentials()
+            if (new.access_key, new.secret_key, new.token) == (used.access_key, used.secret_key, used.token):
+                return False
+            used.access_key, used.secret_key, used.token = new.access_key, new.secret_key, new.token
+            self._renewals += 1
+            return True
 
     async def send(self, operation: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         """One request, neither watched nor sent again."""

@@ -42,6 +42,9 @@ _DENIED = {
 }
 """Errors that come again until somebody changes something, and do not concern one object."""
 
+STALE = {"InvalidAccessKeyId", *(code for code, advice in _DENIED.items() if advice == _RENEW)}
+"""Answers that may be for want of newer credentials; what was asked for was not done."""
+
 _FULL = {"InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "DiskQuota"}
 
 _PASSING = {

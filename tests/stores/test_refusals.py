@@ -5,9 +5,11 @@ The servers speak HTTP and TLS on loopback; what S3 says of a token or a clock i
 
 from __future__ import annotations
 
+import os
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -39,6 +41,9 @@ class Refusing(ThreadingHTTPServer):
         self.answer: tuple[int, str] | None = None
         self.num_asked = 0
 
+        self.expired: set[str] = set()
+        """Access keys that are told so."""
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that do not like its certificate hang up."""
 
@@ -50,7 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.num_asked += 1
-        status, code = self.server.answer or (200, "")
+        key = self.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
+        status, code = (400, "ExpiredToken") if key in self.server.expired else self.server.answer or (200, "")
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
         self.send_response(status)
         self.send_header("ETag", '"opaque"')
@@ -107,6 +113,56 @@ def test_tokens_and_clocks(server: Refusing, client: str, status: int, code: str
         assert "s3cr3t" not in str(told.value)
     most = 3 if status == 400 else 1  # some servers refuse a checksum by that; others are tried then
     assert before < server.num_asked <= before + most, "asking again would not help"
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which clients look."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    (tmp_path / ".aws").mkdir()
+    return tmp_path / ".aws" / "credentials"
+
+
+def write(credentials: Path, key: str) -> None:
+    text = f"aws_access_key_id = {key}\naws_secret_access_key = s3cr3t\naws_session_token = of-{key}\n"
+    credentials.write_text(f"[default]\n{text}")
+
+
+def test_credentials_that_are_renewed_in_their_file(
+    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same store; a refusal is told as long as nobody has renewed them, or somebody is about to."""
+    if client == "obstore":
+        from ckptlib.stores import obstore_config
+
+        monkeypatch.setattr(obstore_config, "LOOK_S", -1000)  # what is told expires at once, so each request looks
+    write(credentials, "first")
+    place = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "region_name": "us-east-1"}
+    with open_store("s3://bucket/run", {"client": client, "client_kwargs": place}) as store:
+        store.put("a", b"data")
+        server.expired.add("first")
+        for text in (credentials.read_text(), "[default]\naws_access_key_id = second\n", "[def"):
+            credentials.write_text(text)
+            with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
+                store.put("b", b"data")
+        write(credentials, "second")
+        store.put("b", b"data")
+        server.expired.add("second")
+        write(credentials, "third")
+        with ThreadPoolExecutor(8) as threads:  # of all that are refused at the same time none is given up
+            assert [*threads.map(lambda n: store.put(f"c{n}", b"data"), range(32))] == [None] * 32
+
+
+@pytest.mark.parametrize("client", ["s3fs"], indirect=True)
+def test_credentials_that_were_given_are_not_looked_for(server: Refusing, client: str, credentials: Path) -> None:
+    write(credentials, "of-somebody-else")
+    with opened(client, f"http://127.0.0.1:{server.server_port}") as store:
+        server.expired.add("somebody")
+        with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
+            store.put("b", b"data")
 
 
 def with_tls(server: Refusing, path: Path) -> str:
