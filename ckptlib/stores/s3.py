@@ -23,6 +23,10 @@ PACK_NBYTES = 50 * 10**9
 PAGE_KEYS = 1000
 """In one request of a listing or a deletion: the most that S3 allows."""
 
+DIRECTORY_BUCKET = "--x-s3"
+"""How the name of one ends. There a listing is of whole directories, in any order and from the start; so Amazon's
+documents have it, and no test has asked Amazon."""
+
 _BEFORE_SLASH = re.compile(r"[-.]")
 
 
@@ -51,6 +55,7 @@ class S3Store(Store):
         self.url = self._client.url
         self.pack_nbytes = self.late_nbytes = PACK_NBYTES
         self._deletes_many = True
+        self._lists_directories = self._client.bucket.endswith(DIRECTORY_BUCKET)
 
     @override
     def put(
@@ -89,9 +94,8 @@ class S3Store(Store):
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
         call = Call("list", check_prefix(prefix))
         found = self._client.run(call, self._list(call, after))
-        return sorted(
-            (entry for entry in found if is_key(entry.key) and entry.key > after), key=lambda entry: entry.key
-        )
+        wanted = (e for e in found if is_key(e.key) and e.key.startswith(prefix) and e.key > after)
+        return sorted(wanted, key=lambda entry: entry.key)
 
     @override
     def peek(self, most: int) -> list[str]:
@@ -99,10 +103,11 @@ class S3Store(Store):
         return [entry.key for entry in self._client.run(call, self._list(call, "", whole=False))[:most]]
 
     async def _list(self, call: Call, after: str, whole: bool = True) -> list[Entry]:
-        """`whole`: else of the first page."""
-        root = self._client.prefix
-        where: dict[str, object] = {"Prefix": root + call.key, "MaxKeys": PAGE_KEYS}
-        start = start_after(call.key, after)
+        """Maybe others with them, of the same directory. `whole`: else of the first page."""
+        root, prefix, start = self._client.prefix, call.key, start_after(call.key, after)
+        if self._lists_directories:
+            prefix, start = prefix[: prefix.rfind("/") + 1], ""
+        where: dict[str, object] = {"Prefix": root + prefix, "MaxKeys": PAGE_KEYS}
         if start:
             where["StartAfter"] = root + start
         entries: list[Entry] = []
@@ -170,7 +175,9 @@ class S3Store(Store):
                     await self._abort(upload["Key"], upload["UploadId"])
             if not page.get("IsTruncated"):
                 return
-            where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            where["KeyMarker"] = page["NextKeyMarker"]
+            if "NextUploadIdMarker" in page:  # not of a directory bucket
+                where["UploadIdMarker"] = page["NextUploadIdMarker"]
 
     async def _abort(self, key: str, upload: str) -> None:
         try:
