@@ -18,7 +18,7 @@ import inspect
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -122,8 +122,24 @@ class FsspecStore(Store):
             except FileNotFoundError:
                 if self._fs.async_impl:  # an object store has no directories to miss
                     raise NoBucket("no such bucket") from None
-                self._call("makedirs", path.rpartition("/")[0], exist_ok=True, deadline=deadline)
+                self._put_anew(key, pipe, deadline)
+
+    def _put_anew(self, key: str, pipe: Callable[[], object], deadline: float | None) -> None:
+        """Makes the directory first. Other ranks may do so as well: some backends say of what another one has just made
+        that they cannot make it, at each level of the path, and by no error of its own."""
+        directory = self._path(key).rpartition("/")[0]
+        for levels in reversed(range(key.count("/") + 1)):
+            failure: OSError | None = None
+            try:
+                self._call("makedirs", directory, exist_ok=True, deadline=deadline)
+            except OSError as error:
+                failure = error
+            try:
                 pipe()
+                return
+            except FileNotFoundError as error:
+                if failure is None or not levels:
+                    raise failure or error from None
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:

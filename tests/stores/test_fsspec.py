@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from helpers.objects import client_of
 from helpers.s3 import SECRET, s3_options
 from helpers.servers import ObjectStorage
@@ -107,6 +108,30 @@ def test_an_outage_is_an_error_that_tells_no_secret() -> None:
 def test_a_full_disk_behind_fsspec() -> None:
     with pytest.raises(StoreFull, match="cannot put 5 bytes: No space"):
         FsspecStore("local:///dev", {}).put("full", b"12345")
+
+
+def test_a_directory_that_other_ranks_make_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFTP says of one that is there that it cannot be made: here another rank is faster at each level of the path."""
+
+    def makedirs(fs: LocalFileSystem, path: str, exist_ok: bool = False) -> None:
+        missing = [level for level in reversed([Path(path), *Path(path).parents]) if not level.exists()]
+        for level in missing:
+            level.mkdir()
+            raise OSError("Failure")
+
+    monkeypatch.setattr(LocalFileSystem, "makedirs", makedirs)
+    store = FsspecStore(f"local://{tmp_path}", {})
+    store.put("packs/save/1", b"data")
+    assert store.get("packs/save/1") == b"data"
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def makedirs(fs: LocalFileSystem, path: str, exist_ok: bool = False) -> None:
+        raise OSError("Failure")
+
+    monkeypatch.setattr(LocalFileSystem, "makedirs", makedirs)
+    with pytest.raises(StoreError, match="packs/save/1: cannot put: OSError: Failure"):
+        FsspecStore(f"local://{tmp_path}", {}).put("packs/save/1", b"data")
 
 
 def test_credentials_are_not_shown() -> None:
