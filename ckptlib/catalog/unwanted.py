@@ -83,7 +83,9 @@ def deletable(stock: Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[
 
 def is_refresh_done(refresh: SaveId, stock: Stock, needed: Needed | None) -> bool:
     """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
-    return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
+    if needed is None or refresh in stock.committed:
+        return False
+    return not any(refresh.refresh_covers(of.save) for of in needed)
 
 
 def idle_pins(stock: Stock, oldest: float) -> list[str]:

@@ -24,6 +24,8 @@ from ckptlib.stores import Store
 def command(store: Store, output: Output, step: str) -> bool:
     """Marks a step, so that later saves no longer refer to what was written for it or for steps before it.
 
+    What a job writes after it went back behind the step is not covered.
+
     The next save of each rank writes these bytes again, though they have not changed. Use it when a pack may be
     damaged, or before packs of an old step are moved away. The bytes come from the job's memory, never from the store.
     Nothing is deleted; the mark goes when its step goes. STEP: a number, a name as `ls --json` prints it, or latest.
@@ -33,7 +35,7 @@ def command(store: Store, output: Output, step: str) -> bool:
     marked = catalog.steps().refreshes
     new = save not in marked and _mark(store, save)
     newest = catalog.manifest(max(catalog.visible()))
-    covered = [other for other in (*stands_of(newest).on, newest.save) if other <= save]
+    covered = [other for other in (*stands_of(newest).on, newest.save) if save.refresh_covers(other)]
     output.document(
         {
             "url": store.url,
@@ -51,7 +53,7 @@ def command(store: Store, output: Output, step: str) -> bool:
             f"step {save.step}: at most {size(newest.nbytes_loaded)} together"
         )
     else:
-        output.line(f"step {newest.save.step}, the newest, needs nothing of step {save.step} or before: nothing to do")
+        output.line(f"step {newest.save.step}, the newest, needs nothing that the mark covers: nothing to do")
     return True
 
 

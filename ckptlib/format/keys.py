@@ -140,6 +140,13 @@ class SaveId:
         """Among the steps, so that a writer's one listing of them finds it."""
         return f"{STEPS}{self}.refresh"
 
+    def refresh_covers(self, other: SaveId) -> bool:
+        """Whether a mark of this save asks that packs of another are not referred to: of this step or an earlier one.
+
+        None of a later generation: a job that went back behind this step writes lower steps anew.
+        """
+        return other.step <= self.step and other.generation <= self.generation
+
     def pin_key(self, nonce: str) -> str:
         """Among the steps, as above. `nonce`: new for each, so that what removes one never removes a later one."""
         return f"{STEPS}{self}-{nonce}.pin"

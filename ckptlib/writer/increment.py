@@ -43,8 +43,8 @@ class Rules:
     refresh_s: float
     """Nothing older is referred to."""
     committed: Set[SaveId]
-    distrusted: SaveId | None = None
-    """Packs of this save and those before it are not referred to."""
+    distrusted: Collection[SaveId] = ()
+    """Those that are marked: packs that a mark covers are not referred to."""
     lost: Collection[Pack] = ()
     """Packs of the parent that are not in the store any more."""
 
@@ -162,5 +162,5 @@ def _doomed(parent: Part, same: Collection[int], rules: Rules) -> set[int]:
 
 def _is_doomed(parent: Part, number: int, of: PackSet, live: Sequence[int], rules: Rules) -> bool:
     dead = live[number] < LIVE_SHARE * parent.packs[number].nbytes
-    distrusted = rules.distrusted is not None and of.save <= rules.distrusted
+    distrusted = any(marked.refresh_covers(of.save) for marked in rules.distrusted)
     return distrusted or (of.save not in rules.committed and dead)

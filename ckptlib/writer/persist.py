@@ -201,8 +201,7 @@ class Persister:
             return None, whole(len(snapshot.digests)), frozenset()
         if lost and not self._on_disk:  # whose own sweeps leave no more than there is room for
             log.warning(_LOST, self._store.url, len(lost), parent.save.step, lost[0].key, step)
-        distrusted = max(steps.refreshes, default=None)
-        rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted, lost)
+        rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, steps.refreshes, lost)
         digests = self._coder.comparable(snapshot, parent)
         increment = plan(digests, parent, rules)
         if not self._coder.encodes:

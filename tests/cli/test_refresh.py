@@ -6,6 +6,7 @@ from pathlib import Path
 
 from helpers.commands import DAY_S, Ckptlib, files
 from helpers.increments import SIDE, body_of, save_steps
+from onerank import Root
 from support import age
 
 from ckptlib.catalog.catalog import Catalog
@@ -59,3 +60,15 @@ def test_the_mark_stays_while_a_step_uses_what_it_distrusts(ckptlib: Ckptlib, sh
     steps = Catalog(LocalStore(str(sharing))).steps()
     assert [save.step for save in steps.refreshes] == [1]
     assert 1 not in [save.step for save in steps.saves], "later steps use its packs, and may be handed on"
+
+
+def test_what_a_mark_that_a_rewind_left_behind_covers(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    """Nothing of the steps since, though their numbers are lower."""
+    root = tmp_path / "root"
+    save_steps(root, 1, 4)
+    Root(root).close()
+    left_behind = ckptlib("show", root, 4, "--json").json["name"]
+    assert ckptlib("rewind", root, 1, "--yes").code == 0
+    save_steps(root, 2, 3)
+    marked = ckptlib("refresh", root, left_behind, "--json").json
+    assert [int(name[:12]) for name in marked["written_again"]] == [1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 from helpers.handmade_parts import CHUNK_NBYTES, NOW, digest_of, pack, part_of, save_id
@@ -20,7 +20,7 @@ WEEK_S = 7 * DAY_S
 
 
 def rules(
-    committed: Iterable[SaveId] = (), now: float = NOW, distrusted: SaveId | None = None, refresh_s: float = WEEK_S
+    committed: Iterable[SaveId] = (), now: float = NOW, distrusted: Collection[SaveId] = (), refresh_s: float = WEEK_S
 ) -> Rules:
     return Rules(now, refresh_s, {*committed}, distrusted)
 
@@ -138,7 +138,7 @@ def test_a_clock_that_was_set_back_refreshes_nothing() -> None:
 def test_what_was_put_up_to_a_distrusted_save_is_written_again() -> None:
     saves = [save_id(step) for step in (1, 2, 3)]
     parent = part_of(saves[2], range(3), [pack(save) for save in saves], [0, 1, 2])
-    found = plan(parent.digests, parent, rules(saves, distrusted=saves[1]))
+    found = plan(parent.digests, parent, rules(saves, distrusted=saves[1:2]))
     assert found == Increment((2,), (), (0, 1))
 
 
@@ -146,7 +146,18 @@ def test_carried_packs_are_distrusted_alike() -> None:
     packs = [pack(PackSet(save_id(1), carried=True)), pack(save_id(2))]
     parent = part_of(save_id(2), range(2), packs, [0, 1])
     saves = [save_id(1), save_id(2)]
-    assert plan(parent.digests, parent, rules(saves, distrusted=saves[0])) == Increment((1,), (), (0,))
+    assert plan(parent.digests, parent, rules(saves, distrusted=saves[:1])) == Increment((1,), (), (0,))
+
+
+def test_a_mark_distrusts_no_pack_of_a_later_generation() -> None:
+    """A job that went back to an earlier step writes lower steps than that of a mark that it left behind."""
+    saves = [save_id(step, number) for step, number in ((3, 1), (4, 2), (8, 1), (6, 2))]
+    parent = part_of(save_id(9, 3), range(4), [pack(save) for save in saves], [0, 1, 2, 3])
+    left_behind, own = save_id(7, 1), save_id(5, 2)
+    assert plan(parent.digests, parent, rules(saves, distrusted=[left_behind])) == Increment((1, 2, 3), (), (0,))
+    assert plan(parent.digests, parent, rules(saves, distrusted=[own])) == Increment((2, 3), (), (0, 1))
+    both = plan(parent.digests, parent, rules(saves, distrusted=[left_behind, own]))
+    assert both == Increment((2, 3), (), (0, 1)), "each by itself"
 
 
 # -- dead bytes
@@ -240,7 +251,7 @@ def cases(draw: st.DrawFn) -> tuple[list[str], Part, Rules]:
     parent = part_of(save_id(9), range(len(numbers)), packs, numbers)
     values = [draw(st.sampled_from([chunk, "new"])) for chunk in range(len(numbers))]
     saves = st.builds(save_id, st.integers(1, 5), st.integers(1, 2))
-    distrusted = draw(st.one_of(st.none(), saves))
+    distrusted = draw(st.sets(saves, max_size=2))
     return digests(values), parent, rules(draw(st.sets(saves)), NOW, distrusted)
 
 

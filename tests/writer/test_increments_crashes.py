@@ -141,6 +141,24 @@ def test_a_marker_has_everything_before_it_written_again() -> None:
     assert not [key for key in job.keys("steps/") if key.endswith(".refresh")], "nothing is left to ask for"
 
 
+def test_a_marker_that_a_rewind_left_behind_asks_for_nothing_more_than_once() -> None:
+    job = SmallJob()
+    first, *_, marked = [job.save_and_commit() for _ in range(4)]
+    job.mark(marked)
+    job.begin(first, 2)
+    second, third = job.save_and_commit(), job.save_and_commit()
+    used = {save: {needed.save for needed in job.catalog().manifest(save).uses} for save in (second, third)}
+    assert used == {second: set(), third: {second}}
+    assert not job.keys(f"packs/{third}/"), "nothing has changed"
+    job.mark(third)
+    fourth, fifth = job.save_and_commit(), job.save_and_commit()
+    used = {save: {needed.save for needed in job.catalog().manifest(save).uses} for save in (fourth, fifth)}
+    assert used == {fourth: set(), fifth: {fourth}}, "a mark on its own branch is heeded"
+    job.sweep(Keep(last=1, grace=GRACE), abandoned=True)
+    job.settle(Keep(last=1, grace=GRACE))
+    assert not [key for key in job.keys("steps/") if key.endswith(".refresh")], "nothing is left to ask for"
+
+
 def test_a_marker_outlives_its_step_while_it_still_asks_for_something() -> None:
     """Two saves were under way when it was put, and so did not see it; then its step is dropped."""
     job, keep = SmallJob(), Keep(last=1, grace=GRACE)
