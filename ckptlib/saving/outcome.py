@@ -133,7 +133,8 @@ class Outcomes:
         self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
-        """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's."""
+        """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's, nor
+        whether this rank's share will be on its disk."""
         kind = event["event"]
         if kind in ("ready", "waiting", "begun", "not-begun", "swept", "warned"):
             self._note_store(event)
@@ -170,9 +171,9 @@ class Outcomes:
         elif kind == "failed":
             if not event.get("seen"):
                 self._snapshots.released(key, durable=False)
+                self.tier.note_failed(keys.parse_save(key).step)
             if outcome is None:  # it is known already
                 return
-            self.tier.note_failed(outcome.save.step)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workers.crash_bench import Bench
 from workers.crash_jobs import run
-from workers.tier_jobs import come_without, save_what_is_local, train_with_a_slow_rank
+from workers.tier_jobs import come_without, fail_in_the_bucket_first, save_what_is_local, train_with_a_slow_rank
 
 
 def test_all_ranks_drain_the_same_steps_though_only_one_of_them_cannot(bench: Bench) -> None:
@@ -24,6 +24,15 @@ def test_a_step_that_is_on_local_disks_is_drained_by_all_ranks_or_none(bench: Be
         assert "failed and will never be committed" in failed["text"]
         assert not any(line["what"] == "failed" and line["was_local"] for line in told)
         assert bench.listed() == [line["step"] for line in told if line["what"] == "committed"]
+
+
+def test_a_step_that_rank_0_tells_as_failed_before_another_rank_has_it_on_its_disk_stays_there(bench: Bench) -> None:
+    """It is on all disks in the end: a restart may need it. The next save swept it from them."""
+    disk = str(bench.directory / "disk")
+    options = {"url": bench.url, "disk": disk, "plan": str(bench.plan), "arena": "/dev/shm"}
+    for told in run(fail_in_the_bucket_first, bench.directory, 2, **options):
+        assert told[-1]["on_disk"] == [1, 2, 5]
+    assert bench.listed() == [1, 5]
 
 
 def test_a_tier_on_some_ranks_only_is_refused_on_all(bench: Bench) -> None:

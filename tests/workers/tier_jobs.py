@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch.distributed as dist
+from helpers.inside import writer_of
+from helpers.writers import stop
 from workers.crash_jobs import State, Teller
 
 import ckptlib
@@ -81,3 +87,35 @@ def save_what_is_local(tell: Teller, rank: int, *, url: str, disk: str, arena: s
             if rank == 1:
                 with suppress(OSError):  # its own directory, later
                     packs.unlink()
+
+
+def fail_in_the_bucket_first(tell: Teller, rank: int, *, url: str, disk: str, plan: str, arena: str) -> None:
+    """The bucket is full for rank 0's share of step 2, which is told before rank 1's is on its disk; later steps are
+    taken there."""
+    state, path = State(20_000), Path(f"{disk}-{rank}")
+    options: dict[str, Any] = {"local": path, "arena": arena, "timeout": timedelta(seconds=WAIT_S)}
+    with ckptlib.Checkpointer(url, state.mapping, every=10**9, **options) as ckpt:
+        state.advance()
+        ckpt.after_step(1)
+        ckpt.save(1).wait_committed(WAIT_S)
+        if rank == 0:
+            write_plan(plan, [{"op": "commit", "key": "^packs/.*/000000-", "action": "full"}])
+        else:
+            stop(writer_of(ckpt).pid)
+        dist.barrier()
+        state.advance()
+        ckpt.after_step(2)
+        failed = ckpt.save(2)
+        with pytest.raises(SaveFailed):
+            failed.wait_committed(WAIT_S)
+        dist.barrier()
+        if rank == 0:
+            Path(plan).unlink()
+        else:
+            os.kill(writer_of(ckpt).pid, signal.SIGCONT)
+        failed.wait_released(WAIT_S)
+        for step in (3, 4, 5):  # said in one, agreed in the next
+            state.advance()
+            ckpt.after_step(step)
+        ckpt.save(5).wait_local(WAIT_S)
+        tell("saved", on_disk=sorted(int(part.name.split("-")[0]) for part in path.glob("parts/*")))
