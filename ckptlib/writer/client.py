@@ -353,7 +353,7 @@ class Writer:
         if self._whole is not None:
             self.whole(*self._whole)
         for order in self._open.values():
-            self._channel.send(order)
+            self._channel.send({**order, "again": True})  # that one may have put a part of it
         for order in given_up:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
                 self._channel.send({"op": "void", "save": order["save"], "error": error})

@@ -66,6 +66,11 @@ class Parents:
         if not twins:
             self._parts.append(part)
 
+    def search_again(self) -> None:
+        """There may be another part of the newest save, by a writer that died: its manifest tells which one counts."""
+        self._parts.clear()
+        self._searched = False
+
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
         """The parent of a snapshot, and the steps that matter to it; None: nothing can be taken over.
 

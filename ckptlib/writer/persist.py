@@ -178,6 +178,11 @@ class Persister:
         if isinstance(self._parents, Parents):  # else the first save is written whole
             self._parents.go_on_from(save, known)
 
+    def search_again(self) -> None:
+        """Of a save, a writer that died may have put a part of this rank, too. See `Parents.search_again`."""
+        if isinstance(self._parents, Parents):
+            self._parents.search_again()
+
     def read(self, slot: Slot, save: SaveId) -> Snapshot:
         """The snapshot in a slot. Raises CorruptData, FormatError."""
         header = slot.read_header()

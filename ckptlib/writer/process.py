@@ -195,7 +195,8 @@ class WriterProcess:
         elif op == "persist":
             self._expected.pop(save, None)
             self._slots.take(message["slot"])
-            self._persists.put(partial(self._persist, save, message["slot"], drains, message.get("layout", True)))
+            how = drains, message.get("layout", True), message.get("again", False)
+            self._persists.put(partial(self._persist, save, message["slot"], *how))
         elif op == "drain":
             assert self._tier is not None
             self._tier.jobs.put(partial(self._drain, self._tier, save))
@@ -254,12 +255,12 @@ class WriterProcess:
         if self._account is not None:
             self._account.continues(save, manifest, known is not None and known.accounted)
 
-    def _persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool) -> None:
+    def _persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool) -> None:
         began = time.monotonic()
         deadline = began + self._trainer.deadline_s
         try:
             with self._watchdog.work("persist", save, deadline):
-                part = self._persist_slot(save, path, drains, puts_layout, deadline)
+                part = self._persist_slot(save, path, drains, puts_layout, again, deadline)
         except (CkptError, OSError, ValueError) as error:
             self._fail(save, error, drains)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
@@ -278,7 +279,10 @@ class WriterProcess:
         elif self._rank == 0:
             self._commits.put(save, began)
 
-    def _persist_slot(self, save: SaveId, path: str, drains: bool, puts_layout: bool, deadline: float) -> Part:
+    def _persist_slot(
+        self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool, deadline: float
+    ) -> Part:
+        """`again`: a writer that died may have put a part of it. On a disk that one is found."""
         try:
             slot = self._slots.find(path)
         except FormatError as error:
@@ -286,7 +290,10 @@ class WriterProcess:
         try:
             if self._tier is None:
                 self._beginning.put()
-                return self._persister.persist(slot, save, deadline, puts_layout=puts_layout)
+                part = self._persister.persist(slot, save, deadline, may_be_parent=not again, puts_layout=puts_layout)
+                if again:
+                    self._persister.search_again()
+                return part
             self._tier.make_room(save)
             try:
                 return self._persist_on_disk(self._tier, slot, save, drains, deadline)

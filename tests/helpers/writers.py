@@ -34,9 +34,12 @@ class Bench:
         self.writers.append(Writer(setup(self.root, **more)))
         return self.writers[-1]
 
-    def slot(self, step: int, memory: Path = Path("/dev/shm"), nbytes: int = 1 << 20) -> tuple[SaveId, Slot]:
+    def slot(
+        self, step: int, memory: Path = Path("/dev/shm"), nbytes: int = 1 << 20, content: int | None = None
+    ) -> tuple[SaveId, Slot]:
+        """`content`: the step whose values it has; None: its own."""
         save = SaveId(step, self.generation)
-        values = np.arange(nbytes // 4, dtype=np.int32) + step
+        values = np.arange(nbytes // 4, dtype=np.int32) + (step if content is None else content)
         self.slots.append(ready_slot(memory, save, {"w": values}))
         return save, self.slots[-1]
 

@@ -407,6 +407,23 @@ def test_of_two_parts_of_one_save_neither_is_a_parent(job: SmallJob) -> None:
     assert chosen(job) == first
 
 
+def test_behind_a_save_that_a_writer_put_again_the_part_that_its_manifest_names_is_the_parent(job: SmallJob) -> None:
+    """The one of the writer that died, here; what the other one alone uses, nothing keeps."""
+    job.save_and_commit()
+    job.change([0])
+    save = job.save()
+    job.commit(save)
+    named = job.catalog().manifest(save.id).parts[0].attempt
+    job.restart(0)
+    persister = job.writers[0].persister
+    assert persister.persist(job.slot(save, 0), save.id, may_be_parent=False).attempt != named
+    persister.search_again()
+    job.change([1])
+    parent, _ = parents_of(job).choose(snapshot(job, job.begin_save()), 0.0)
+    assert parent is not None
+    assert (parent.save, parent.attempt) == (save.id, named)
+
+
 def test_stand_ins_are_no_parents(job: SmallJob) -> None:
     """Of another rank's share only what this writer would do for itself is known."""
     with no_chance():

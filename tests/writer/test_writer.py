@@ -16,9 +16,11 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, stop, until
-from workers.crash_oracle import failed_parts, read_root
+from workers.crash_oracle import failed_parts, read_document, read_root
 from workers.crash_spare import ROOT_ID, setup
 
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -435,6 +437,32 @@ def test_orders_are_given_again_to_the_next_writer(bench: Bench) -> None:
     assert [event["error"] for event in heard(writer, "committed") if event["event"] == "released"] == [None]
     assert writer.pid != first
     assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def test_behind_a_writer_that_died_as_its_part_was_put_saves_refer_to_what_the_manifest_names(bench: Bench) -> None:
+    """The next writer puts another part, and what only that one needs, retention does not keep: five saves failed."""
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": "put", "key": "^parts/", "action": "kill-after", "once": True}])
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    until(lambda: not alive(writer.pid))
+    (first,) = packs_of_parts(bench.root, 1)
+    Committer(Catalog(open_store(str(bench.root)))).commit_when_whole(save, 1, lambda: WAIT_S)  # as rank 0 may have
+    hear(writer, "committed")
+    assert len(packs_of_parts(bench.root, 1)) == 2
+    save, slot = bench.slot(2, content=1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    hear(writer, "committed")
+    assert packs_of_parts(bench.root, 2) == [first], "nothing has changed"
+
+
+def packs_of_parts(root: Path, step: int) -> list[list[str]]:
+    """Of each part of a step: the packs that it names."""
+    parts = root.glob(f"parts/{step:012d}-*/*-ok-*")
+    return [[key for key, *_ in read_document(part)["packs"]] for part in parts]
 
 
 def test_the_next_writer_warns_of_no_steps_of_its_own_job(bench: Bench) -> None:
