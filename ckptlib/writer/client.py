@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -245,8 +246,9 @@ class Writer:
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
         out, or snapshots to be kept for a successor; where that fails, it is tried again. When it keeps dying, each of
-        the orders is answered by a failure instead. One that gave up a save, since the store did not answer, is
-        replaced: the next one publishes that. So is one that does not run. One that was left is not.
+        the orders is answered by a failure instead, and each question by `undecided`. One that gave up a save, since
+        the store did not answer, is replaced: the next one publishes that. So is one that does not run. One that was
+        left is not.
         """
         self._heard += self._channel.receive(timeout_s)
         with self._lock:
@@ -357,7 +359,7 @@ class Writer:
         for order in given_up:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
                 self._channel.send({"op": "void", "save": order["save"], "error": error})
-        return [_failure(order["save"], error) for order in given_up]
+        return _given_up(given_up, error)
 
     def _wait_for_another(self, error: str) -> list[Message]:
         """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
@@ -440,7 +442,15 @@ class Writer:
         if self._unread is not None:
             self._unread.unlink()  # where the writer could not
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
-        return events + [_failure(order["save"], error) for order in self._open.values()]
+        return events + _given_up(self._open.values(), error)
+
+
+def _given_up(orders: Collection[Message], error: str) -> list[Message]:
+    """The answers to orders that no writer carries out. They say nothing of a save that another rank commits: whoever
+    asked for its outcome may ask again. Failures come first: what has failed needs no other answer."""
+    asked = [order["save"] for order in orders if order["op"] == "await"]
+    failed = [_failure(order["save"], error) for order in orders if order["op"] != "await"]
+    return failed + [{"event": "undecided", "save": save} for save in asked]
 
 
 def _failure(save: str, error: str) -> Message:

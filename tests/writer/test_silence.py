@@ -285,3 +285,16 @@ def test_closing_ends_where_none_can_be_started(
     began = time.monotonic()
     assert [event["event"] for event in writer.close(10 * WAIT_S)] == ["failed"]
     assert time.monotonic() - began < WAIT_S
+
+
+def test_a_question_that_none_can_answer_as_it_closes_is_no_failure(
+    bench: Bench, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may have committed the save."""
+    monkeypatch.setattr(client, "UNTOLD_S", 0.5)
+    writer = bench.writer(rank=1, world_size=2)
+    killed(writer)
+    refusals.left = math.inf
+    save, _ = bench.slot(1)
+    writer.watch(save, 0.0)
+    assert writer.close(WAIT_S) == [{"event": "undecided", "save": str(save)}]

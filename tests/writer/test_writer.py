@@ -593,6 +593,27 @@ def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
     assert read_root(bench.root) == []
 
 
+def test_a_writer_that_keeps_dying_says_nothing_of_what_another_rank_commits(bench: Bench) -> None:
+    """This rank was told that the save had failed, while rank 0 committed it."""
+    writer = bench.writer(rank=1, world_size=2)
+    save, slot = bench.slot(1)
+    writer.watch(save, WAIT_S)
+    pids, answers = set(), []
+    while not answers:
+        pids.add(writer.pid)
+        os.kill(writer.pid, signal.SIGKILL)
+        until(lambda: not alive(writer.pid))
+        answers = [event for event in writer.poll() if event["event"] in ("undecided", "failed")]
+    assert len(pids) == MAX_DEATHS
+    assert answers == [{"event": "undecided", "save": str(save)}]
+    other = bench.writer()
+    other.add_slot(slot.path)
+    other.persist(save, slot.path)
+    hear(other, "committed")
+    writer.watch(save, 0.0)
+    assert hear(writer, "committed")["save"] == str(save), "who asks again is told"
+
+
 def test_a_writer_that_does_not_end_is_named(bench: Bench) -> None:
     writer = bench.writer()
     os.kill(writer.pid, signal.SIGSTOP)
