@@ -403,6 +403,9 @@ class Checkpointer:
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
+        And until old steps are removed, after SIGTERM for a few seconds: where that takes longer, the writer goes on
+        with it alone, and nothing is raised.
+
         Raises SaveFailed if it never will be, or could not even be taken: with `peers`, what is in memory stays for the
         next start of the job then. And WaitTimeout: the writer goes on alone, as after Ctrl-C and whatever else ends
         the wait.

@@ -158,6 +158,7 @@ class Steps:
         self.stopping = bool(word.stop)
         self.preempted = self.stopping and word.step != self._due.final
         if self.stopping:
+            self._session.writer.hurries = True
             self._session.listener.tell(Stopping(word.step))
             if self._session.group.rank == 0:
                 log.warning("asked to stop: saving step %d, the last one", word.step)

@@ -42,6 +42,9 @@ RESTART_S = 3.0
 UNTOLD_S = 4 * RESTART_S
 """How long `close` tries to start a writer that has nothing to do but tell other ranks of failures."""
 
+SWEEPS_S = 5.0
+"""How long `close` waits for the removal of old steps where the job was told to stop: launchers kill it soon."""
+
 SAVES = ("persist", "commit", "void")
 """Orders that a writer answers within the deadline of a save."""
 
@@ -84,6 +87,8 @@ class Writer:
         self._deaths = 0
         self._sweeps = 0
         """That the writer is to make, or makes."""
+        self.hurries = False
+        """Whether the job was told to stop: `close` hardly waits for the removal of old steps then."""
         self._stuck = False
         """Whether the writer hangs, and must be killed."""
         self._unstarted = False
@@ -416,7 +421,8 @@ class Writer:
 
         A snapshot that was expected and is not there by now never will be: who was to take it was interrupted.
 
-        Raises WaitTimeout when it does not end in time; it goes on then.
+        Raises WaitTimeout when it does not end in time; it goes on then. Where all that it has yet to do is to remove
+        old steps, that is no error: they may stay until the next sweep.
         """
         self.wake()
         for order in [order for order in self._open.values() if order["op"] == "expect"]:
@@ -427,7 +433,12 @@ class Writer:
         while self._open and time.monotonic() < min(deadline, began + self._patience_s):
             events += self.poll(0.05)
         self._channel.send({"op": "close"})
+        sweeps_until = min(deadline, time.monotonic() + (SWEEPS_S if self.hurries else math.inf))
         while not self._channel.closed:
+            if self._sweeps > 0 and not self._open and time.monotonic() > sweeps_until:
+                log.warning("the writer (pid %d) still removes old steps, and goes on with that alone", self.pid)
+                self.leave()
+                return events
             if time.monotonic() > deadline:
                 self._let_go()
                 raise WaitTimeout(

@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 import pytest
 from helpers.inside import poll, writer_of
 from helpers.one_job import WAIT_S, Job, faulty, slots, steps
+from helpers.writers import alive, until
 
 import ckptlib
 from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreTimeout, WaitTimeout
+from ckptlib.writer import client
 
 T = TypeVar("T")
 
@@ -348,6 +350,50 @@ def test_a_last_save_that_hangs_ends_by_a_time_out(outage: Outage) -> None:
         assert time.monotonic() < outage.began + WAIT_S
     wait_gone(outage)
     assert outage.listed() == []
+
+
+KEEP = ckptlib.Keep(last=1)
+HELD_SWEEP = {"op": "scan", "key": "^trash/", "action": "hold"}
+
+
+def go_on_alone(outage: Outage, writer: int) -> None:
+    """The sweep that hung; nothing is left behind."""
+    until(outage.met)
+    assert alive(writer)
+    outage.plan()
+    until(lambda: not alive(writer))
+
+
+def test_a_job_that_was_told_to_stop_does_not_wait_for_a_sweep_that_hangs(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last step is committed, so it ends by the status of that. It raised WaitTimeout, if it lived for so long."""
+    monkeypatch.setattr(client, "SWEEPS_S", 0.5)
+    writers: list[int] = []
+
+    def train() -> None:
+        with outage.checkpointer(every=1000, keep=KEEP, save_deadline=PATIENCE, timeout=PATIENCE) as ckpt:
+            writers.append(writer_of(ckpt).pid)
+            for step in ckpt.loop(0, 10**6):
+                outage.job.body()
+                if step == 5:
+                    outage.plan(HELD_SWEEP)
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ckptlib.Preempted):
+        train()
+    assert outage.listed() == [7]
+    assert outage.heard("still removes old steps")
+    go_on_alone(outage, *writers)
+
+
+def test_closing_fails_by_no_sweep_that_hangs(outage: Outage) -> None:
+    ckpt = outage.checkpointer(keep=KEEP, save_deadline=PATIENCE)
+    outage.plan(HELD_SWEEP)
+    ckpt.save(1).wait_committed(WAIT_S)
+    ckpt.close(timedelta(seconds=1))
+    assert outage.heard("still removes old steps")
+    go_on_alone(outage, writer_of(ckpt).pid)
 
 
 @pytest.mark.parametrize("op", ["put", "scan", "get", "delete"])
