@@ -48,7 +48,8 @@ S = TypeVar("S", bound=_Save)
 class Keep:
     """Which steps stay: each that any of these rules names, and each that is pinned.
 
-    A step that stays is whole: packs of dropped steps that it uses stay as well.
+    A step that stays is whole: packs of dropped steps that it uses stay as well. Saves of one number, as by a
+    restart that saves again what it went on from, are one step, of which the latest counts.
     """
 
     last: int = 3
@@ -140,12 +141,16 @@ class Keep:
     def choose(self, saves: Iterable[S], facts: Mapping[S, Facts]) -> list[S]:
         """Those of the visible saves that are dropped, ascending. Pure.
 
-        `facts`: of those whose manifest can be read.
+        `facts`: of those whose manifest can be read. A save that one of the same step has replaced counts for nothing.
         """
         found = sorted(saves)
-        known = {save: facts[save] for save in found if save in facts}
-        kept = {*found[-self.last :], *self._recent(known), *self._best(known)}
-        return [save for save in found if save not in kept and (self.every is None or save.step % self.every)]
+        latest = {save.step: save for save in found if save in facts}
+        counted = [save for save in found if not save < latest.get(save.step, save)]
+        last = {*sorted({save.step for save in counted})[-self.last :]}
+        kept = {save for save in counted if save.step in last or (self.every and not save.step % self.every)}
+        kept.update(self._recent({save: facts[save] for save in counted if save in facts}))
+        kept.update(self._best({save: facts[save] for save in found if save in facts}))
+        return [save for save in found if save not in kept]
 
     def _recent(self, known: Mapping[S, Facts]) -> list[S]:
         """`known`: ascending."""
@@ -155,10 +160,12 @@ class Keep:
         return [save for save, facts in known.items() if facts.created >= oldest]
 
     def _best(self, known: Mapping[S, Facts]) -> list[S]:
+        """`known`: ascending. Of a step counts the latest save that has the metric."""
         if self.rule is None:
             return []
         metric = self.rule.metric
-        values = {save: facts.metrics[metric] for save, facts in known.items() if metric in facts.metrics}
+        latest = {save.step: save for save, facts in known.items() if metric in facts.metrics}
+        values = {save: known[save].metrics[metric] for save in latest.values()}
         return self.rule.choose(values, self.num_best)
 
     def check(self, save_deadline_s: float) -> None:

@@ -92,19 +92,30 @@ class Retention(RuleBasedStateMachine):
         self.generation = make_generation(self.catalog, number, None if origin is None else named(origin))
         self.model.origins[number] = origin
         self.step = -1 if origin is None else origin[1]
+        self.is_fresh = True
 
     def next(self, ahead: int, loss: float | None, exempt: bool) -> tuple[Step, Saved, dict[str, object]]:
         self.step += ahead
+        self.is_fresh = False
         self.seconds += 7.0
         metrics: dict[str, Json] = {"epoch": 1} if loss is None else {"loss": encode(loss, "loss")}
         told = {"metrics": metrics, "created": self.seconds, "exempt": exempt}
         return (self.generation.number, self.step), Saved(self.seconds, loss, exempt), told
 
-    @rule(ahead=st.integers(1, 3), loss=losses, exempt=st.integers(0, 5).map(lambda n: n == 0))
-    def save(self, ahead: int, loss: float | None, exempt: bool) -> None:
+    def put(self, ahead: int, loss: float | None, exempt: bool) -> None:
         at, saved, told = self.next(ahead, loss, exempt)
         make_save(self.catalog, self.generation, at[1], tensors(at), **told)
         self.model.steps[at] = saved
+
+    @rule(ahead=st.integers(1, 3), loss=losses, exempt=st.integers(0, 5).map(lambda n: n == 0))
+    def save(self, ahead: int, loss: float | None, exempt: bool) -> None:
+        self.put(ahead, loss, exempt)
+
+    @precondition(lambda self: self.is_fresh and self.step >= 0)
+    @rule(loss=losses, exempt=st.integers(0, 5).map(lambda n: n == 0))
+    def save_again(self, loss: float | None, exempt: bool) -> None:
+        """The step that the job goes on from."""
+        self.put(0, loss, exempt)
 
     @rule(loss=losses, exempt=st.booleans())
     def crash_before_the_commit(self, loss: float | None, exempt: bool) -> None:
@@ -171,9 +182,9 @@ class Retention(RuleBasedStateMachine):
         pinned = {named(at) for at, saved in self.model.steps.items() if saved.pinned}
         assert {*catalog.steps().pins} & {*catalog.saves()} == pinned
         known = [(at, self.model.steps[at].loss) for at in self.model.visible()]
-        ranked = sorted((loss, -at[1], at) for at, loss in known if loss is not None and loss == loss)
+        ranked = sorted((loss, -at[1], -at[0], at) for at, loss in known if loss is not None and loss == loss)
         if ranked:
-            assert catalog.resolve("best", Best("loss", "min")) == named(ranked[0][2])
+            assert catalog.resolve("best", Best("loss", "min")) == named(ranked[0][3])
             return
         with pytest.raises(CheckpointNotFound):
             catalog.resolve("best", Best("loss", "min"))

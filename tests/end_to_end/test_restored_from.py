@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.increments import body_of
+from helpers.inside import settle
 from helpers.one_job import WAIT_S, Job, catalog, step_once, steps
 
 import ckptlib
@@ -100,6 +101,40 @@ def test_what_memory_alone_had_is_kept_as_its_job_said(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "root" / "steps").glob("*.json")
     assert body_of(manifest)["metrics"] == {"val_loss": float(report.step)}
     assert body_of(manifest)["exempt"] is True
+
+
+def test_starts_that_die_before_their_first_step_drop_no_earlier_one(tmp_path: Path) -> None:
+    """What memory alone had is saved again by them, time and again: that is one step."""
+    (tmp_path / "arena").mkdir()
+    state = {"model": torch.zeros(4)}
+
+    def checkpointer() -> ckptlib.Checkpointer:
+        peers, keep = ckptlib.Peers(every=1, copies=0), ckptlib.Keep(last=3)
+        return ckptlib.Checkpointer(
+            tmp_path / "root", state, every=10**6, peers=peers, keep=keep, arena=tmp_path / "arena"
+        )
+
+    with suppress(KeyboardInterrupt), checkpointer() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step).wait_committed(WAIT_S)
+        step = 3
+        while ckpt.coverage is None or (ckpt.coverage.step or 0) <= 3:
+            step += 1
+            ckpt.after_step(step)
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    newest = None
+    for _ in range(6):
+        with suppress(KeyboardInterrupt), checkpointer() as ckpt:
+            report = ckpt.restore()
+            newest = newest or report.step
+            assert (report.step, report.tier) == (newest, "memory")
+            if ckpt.pending is not None:
+                ckpt.pending.wait_committed(WAIT_S)
+            settle(ckpt, WAIT_S)
+            raise KeyboardInterrupt
+    sweep(catalog(tmp_path / "root"), ckptlib.Keep(last=3), None)  # the writer's may not have been yet
+    assert steps(tmp_path / "root") == [2, 3, newest]
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -50,26 +50,32 @@ class KeptSteps:
             if origin is None:
                 break
             generation, below = origin[0], min(below, origin[1])
-        return sorted(found, key=lambda at: at[1])
+        return sorted(found, key=lambda at: (at[1], at[0]))
 
     def sweep(self, promise: Promise) -> None:
         """Drops what is promised to nobody."""
         visible = self.visible()
-        stays = {*visible[len(visible) - promise.last if len(visible) > promise.last else 0 :]}
-        for at in visible:
-            if promise.every and at[1] % promise.every == 0:
+        numbers: list[int] = []
+        stays: set[Step] = set()
+        for at in reversed(visible):
+            if at[1] in numbers:  # saved again by a later generation
+                continue
+            numbers.append(at[1])
+            if len(numbers) <= promise.last or (promise.every and at[1] % promise.every == 0):
                 stays.add(at)
             if promise.within_s is not None:
                 newest = self.steps[visible[-1]].created
                 if newest - self.steps[at].created <= promise.within_s:
                     stays.add(at)
         if promise.best:
-            ranked = []
+            losses: dict[int, tuple[float, Step]] = {}
             for at in visible:
                 loss = self.steps[at].loss
-                if loss is not None and loss == loss:
-                    ranked.append((loss if promise.best == "min" else -loss, -at[1], at))
-            stays |= {at for _, _, at in sorted(ranked)[: promise.num_best]}
+                if loss is not None:
+                    losses[at[1]] = loss, at
+            numbered = [(loss, at) for loss, at in losses.values() if loss == loss]
+            ranked = sorted((loss if promise.best == "min" else -loss, -at[1], at) for loss, at in numbered)
+            stays |= {at for _, _, at in ranked[: promise.num_best]}
         if not promise.abandoned:
             stays |= self.steps.keys() - {*visible}
         newest_generation = max(self.origins)

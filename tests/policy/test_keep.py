@@ -105,3 +105,26 @@ def test_within_counts_from_the_newest_step() -> None:
     assert Keep(last=1, within=timedelta(hours=2)).choose(saves, told) == saves[:1]
     del told[saves[3]]  # its manifest cannot be read
     assert Keep(last=1, within=timedelta(hours=1)).choose(saves, told) == saves[:1]
+
+
+def test_copies_of_a_step_are_one_step_of_which_the_latest_stays() -> None:
+    """Each start of a job that crashes may save the step again that it went on from."""
+    first, *again = (SaveId(36, GenerationId(n, "0" * 8)) for n in range(1, 6))
+    earlier = [SaveId(step, GenerationId(1, "0" * 8)) for step in (9, 10, 22)]
+    saves = [*earlier, first, *again]
+    told = {save: Told(1e9 + save.step, {"loss": 1.0 + (save.step != 36)}) for save in saves}
+    assert Keep(last=3).choose(saves, told) == [earlier[0], first, *again[:-1]]
+    assert Keep(last=1, every=10).choose(saves, told) == [earlier[0], earlier[2], first, *again[:-1]]
+    assert Keep(last=1, every=36).choose(saves, told) == [*earlier, first, *again[:-1]]
+    assert Keep(last=1, within=timedelta(seconds=14)).choose(saves, told) == [*earlier[:2], first, *again[:-1]]
+    assert Keep(last=1, best="loss", mode="min", num_best=2).choose(saves, told) == [*earlier[:2], first, *again[:-1]]
+
+
+def test_a_copy_whose_manifest_is_damaged_or_lacks_the_metric_does_not_stand_for_the_others() -> None:
+    first, again, damaged = (SaveId(36, GenerationId(n, "0" * 8)) for n in range(1, 4))
+    earlier = [SaveId(step, GenerationId(1, "0" * 8)) for step in (10, 22)]
+    told = {save: Told(1e9 + save.step, {}) for save in [*earlier, first, again]}
+    assert Keep(last=2).choose([*earlier, first, again, damaged], told) == [earlier[0], first]
+    assert Keep(last=2).choose([*earlier, first, again, damaged], {}) == [earlier[0]]
+    told[first].metrics["loss"] = 1.0
+    assert Keep(last=1, best="loss", mode="min").choose([*earlier, first, again], told) == earlier
