@@ -182,7 +182,8 @@ class LoadOrder:
     optional: str | Sequence[str] = ()
     begun: dict[str, SaveId] = field(default_factory=dict)
     """By the saved name of each tensor that a load by this order has begun to read: the step that it was read from. If
-    that load fails, the next one by this order may be of another step."""
+    that load fails, the next one by this order may be of another step. Without those of the random generators, which
+    are read into new tensors, and put back when all has been read."""
     reader: Callable[[StepSource, int], Reader] = Reader
     """Of the source, for a rank."""
 
@@ -233,7 +234,7 @@ def _load_step(
     source.bring(set().union(*map(reader.ranks_for, reads)))
     laps.end("bring")
 
-    order.begun.update((want.name, source.save) for want in wanted.wants)
+    order.begun.update((want.name, source.save) for want in wanted.wants if want.name.split("/")[0] != RNG)
 
     def fill() -> None:
         with progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:

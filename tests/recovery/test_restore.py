@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -294,6 +295,27 @@ def test_what_no_step_has_stays_as_it_is_behind_a_damaged_one(tmp_path: Path) ->
         assert ckpt.restore(optional="new").step == 1
     assert torch.equal(state["w"], torch.full((300_000,), 1.0))
     assert torch.equal(state["new"], torch.full((3,), -1.0))
+
+
+def test_generators_that_an_imported_step_lacks_are_as_they_were_behind_a_damaged_one(tmp_path: Path) -> None:
+    root, weights = tmp_path / "root", torch.zeros(300_000)
+    torch.save({"w": torch.full((300_000,), 1.0)}, tmp_path / "w.pt")
+    subprocess.run([sys.executable, "-m", "ckptlib.cli", "import", tmp_path / "w.pt", root], check=True)
+    with ckptlib.Checkpointer(root, {"model": {"w": weights}}, every=1000) as ckpt:
+        assert ckpt.restore().step == 0
+        weights += 1
+        ckpt.save(1)
+    flip_in_pack(root, 1)
+    weights.zero_()
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with ckptlib.Checkpointer(root, {"model": {"w": weights}}, every=1000) as ckpt:
+        report = ckpt.restore()
+        ckpt.restore_random()
+    assert (report.step, len(report.skipped)) == (0, 1)
+    assert torch.equal(weights, torch.full((300_000,), 1.0))
+    assert torch.equal(torch.rand(3), expected)
 
 
 # -- what is not damage is not called so
