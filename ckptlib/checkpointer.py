@@ -261,7 +261,7 @@ class Checkpointer:
                 only,
             )
         if only is None:  # on all ranks
-            self._steps.last = keep_restored(self._session, self._state, report, marks)
+            self._steps.last = keep_restored(self._session, self._state, report, marks, self._steps.miss)
         self._session.listener.deliver()
         return report
 

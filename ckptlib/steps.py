@@ -63,6 +63,10 @@ class Steps:
         """The newest step that was to be saved and is not, and why; None where that or a later one was taken."""
         return self._attempts.missed
 
+    def miss(self, step: int, error: Exception) -> None:
+        """Notes that a step was to be saved, and is not."""
+        self._attempts.miss(step, True, error)
+
     @property
     def has_saved(self) -> bool:
         """Whether `save` has taken a step since the last `done`; the same on all ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import NoRoom
@@ -17,13 +17,20 @@ from ckptlib.saving.session import Session
 log = logging.getLogger(__name__)
 
 
-def keep_restored(session: Session, state: Mapping[str, object], report: LoadReport, marks: Marks) -> Pending | None:
+def keep_restored(
+    session: Session,
+    state: Mapping[str, object],
+    report: LoadReport,
+    marks: Marks,
+    miss: Callable[[int, Exception], None],
+) -> Pending | None:
     """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
 
     Only for a state that was restored whole: else a part of the step would stand for all of it. `marks`: of the step.
     Retention keeps it as if it had not been saved again.
 
-    Returns the save, if there is one. Where the ranks have no room for it, the job goes on without.
+    Returns the save, if there is one. Where the ranks have no room for it, the job goes on without; where the store
+    lacks it, too, `miss` is told of the step, and why.
     """
     with_peers = session.settings.peers is not None
     if report.save is None or (report.committed and not with_peers):
@@ -41,8 +48,10 @@ def keep_restored(session: Session, state: Mapping[str, object], report: LoadRep
         pending = save_step(session, order)
         pending.staging.go()
     except NoRoom as error:
-        what = "kept in memory" if with_peers else "saved again"
-        log.error("restored step %d, but it is not %s: %s", report.step, what, error)
+        what = "is not kept in memory" if report.committed else "is not saved again, and the store does not have it"
+        log.error("restored step %d, but it %s: %s", report.step, what, error)
+        if not report.committed:
+            miss(report.step, error)
         return None
     session.listener.tell(begun(pending, began))
     return pending if pending.persists else None

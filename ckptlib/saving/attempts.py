@@ -47,14 +47,14 @@ class Attempts:
         try:
             taken = take()
         except ReplicasDiffer as error:  # on all ranks alike: the next save compares, too
-            self._miss(step, to_store, error)
+            self.miss(step, to_store, error)
             self._due.owe(to_store)
             self._due.fail(error)
             log.error("step %d is not saved: %s", step, error)
             self._session.listener.tell(Voided(step, error))
             return None
         except StateChanged as error:
-            self._miss(step, to_store, error)
+            self.miss(step, to_store, error)
             self._due.owe(to_store)
             log.warning("step %d is not saved, the next one is: %s", step, error)
             self._session.listener.tell(Voided(step, error))
@@ -72,12 +72,13 @@ class Attempts:
             self.last = taken
         return taken
 
-    def _miss(self, step: int, to_store: bool, error: Exception) -> None:
+    def miss(self, step: int, to_store: bool, error: Exception) -> None:
+        """Notes that a step was to be saved, and is not."""
         if to_store:
             self._missed = step, error
 
     def _fail(self, step: int, to_store: bool, error: CkptError) -> None:
-        self._miss(step, to_store, error)
+        self.miss(step, to_store, error)
         if not to_store:
             self._session.snapshots.tell_unkept(step, error)
             return

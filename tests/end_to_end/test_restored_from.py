@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import ckptlib
 from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import CheckpointNotFound
+from ckptlib.errors import CheckpointNotFound, NoRoom, SaveFailed
 from ckptlib.recovery import candidates, restore
+from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
 
 
@@ -101,6 +102,43 @@ def test_what_memory_alone_had_is_kept_as_its_job_said(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "root" / "steps").glob("*.json")
     assert body_of(manifest)["metrics"] == {"val_loss": float(report.step)}
     assert body_of(manifest)["exempt"] is True
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_restored_step_that_cannot_be_saved_again_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, later: bool
+) -> None:
+    """Memory alone has the last step, and there is no room for another snapshot; unless a later save finds some."""
+    (tmp_path / "arena").mkdir()
+    state = {"model": torch.zeros(4)}
+
+    def checkpointer() -> ckptlib.Checkpointer:
+        peers = ckptlib.Peers(every=1, copies=0)
+        return ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, peers=peers, arena=tmp_path / "arena")
+
+    def create(*given: object, **more: object) -> Slot:
+        raise NoRoom("as planned")
+
+    with suppress(KeyboardInterrupt), checkpointer() as ckpt:
+        for _ in ckpt.loop(0, 10**6):
+            state["model"] += 1
+            time.sleep(0.01)
+            if ckpt.coverage is not None and ckpt.coverage.step is not None:
+                raise KeyboardInterrupt
+    expects = nullcontext() if later else pytest.raises(SaveFailed, match="nor is a later one: as planned")
+    with monkeypatch.context() as full, expects, checkpointer() as ckpt:
+        full.setattr(Slot, "create", create)
+        last = ckpt.restore().step
+        assert last > 0
+        if later:
+            full.undo()
+            ckpt.save(last + 1)
+    assert f"restored step {last}, but it is not saved again, and the store does not have it: as planned" in caplog.text
+    assert steps(tmp_path / "root") == [last + 1] * later
+    with checkpointer() as ckpt:
+        report = ckpt.restore()
+        assert (report.step, report.tier) == (last + later, "store" if later else "memory")
+        assert state["model"].tolist() == [last] * 4
 
 
 def test_starts_that_die_before_their_first_step_drop_no_earlier_one(tmp_path: Path) -> None:
