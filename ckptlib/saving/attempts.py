@@ -65,7 +65,7 @@ class Attempts:
             self._fail(step, to_store, error)
             return None
         except Exception as error:  # the state's own, on this rank alone
-            self._miss(step, to_store, error)
+            self.miss(step, to_store, error)
             raise
         if to_store:
             self._due.succeed()
