@@ -37,13 +37,14 @@ def prefix_of(root_id: str, generation: GenerationId) -> str:
 
 
 def newest_generation(root_id: str, directories: Sequence[Path]) -> int:
-    """The highest number of a generation of the root that this user's slots are of; 0: there are none.
+    """The highest number of a generation of the root that this user's slots, or files of writers, are of; 0: there are
+    none. A writer that is left may have yet to put the record of its generation, also where no slot is left to it.
 
     By their names, those that are open in this process included.
     """
     prefix, numbers = root_prefix(root_id), [0]
     for directory in directories:
-        for path in directory.glob(f"{prefix}*{SUFFIX}"):
+        for path in (*directory.glob(f"{prefix}*{SUFFIX}"), *directory.glob(f"{prefix}*{writer_lock.SUFFIX}")):
             number = path.name.removeprefix(prefix).partition("-")[0]
             try:
                 status = path.lstat()

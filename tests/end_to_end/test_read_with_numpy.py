@@ -277,7 +277,8 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
             if draw.random() < 0.3
             else max(saves, key=lambda s: (s.generation, s.step), default=None)
         )
-        catalog.put_generation(Generation(generation, 1, origin, 0.0, {}, "here", rewind=draw.random() < 0.3))
+        rewinds = draw.random() < 0.3 and origin is not None
+        catalog.put_generation(Generation(generation, 1, origin, 0.0, {}, "here", rewind=rewinds))
         ids.append(generation)
         with_any = draw.random() < 0.8
         for step in sorted(draw.sample(range(1, 12), draw.randint(1, 4))) if with_any else []:

@@ -6,7 +6,9 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from workers import crash_jobs, crash_oracle, left_jobs
 
 import ckptlib
 from ckptlib.recovery import restore
+from ckptlib.slots import slot as slots
 from ckptlib.slots.writer_lock import SUFFIX
 
 
@@ -36,6 +39,30 @@ def test_the_record_comes_after_the_next_job_has_begun(tmp_path: Path) -> None:
             assert second._session.generation.number > first._session.generation.number
             os.kill(writer, signal.SIGCONT)
             until((tmp_path / first._session.generation.key).exists)
+            second.save(10).wait_committed(60.0)
+    finally:
+        if writer is not None and alive(writer):
+            os.kill(writer, signal.SIGKILL)
+
+
+def test_the_record_comes_after_the_next_job_has_begun_though_no_slot_is_left(tmp_path: Path) -> None:
+    """As where the job before had no room for one."""
+    state, peers = {"w": torch.ones(100)}, ckptlib.Peers(copies=0)
+    options: dict[str, Any] = {"every": 1, "peers": peers, "arena": tmp_path / "arena"}
+    (tmp_path / "arena").mkdir()
+    writer = None
+    try:
+        with suppress(KeyboardInterrupt), ckptlib.Checkpointer(tmp_path / "root", state, **options) as first:
+            writer = first._session.writer.pid
+            os.kill(writer, signal.SIGSTOP)
+            first.after_step(1)
+            raise KeyboardInterrupt
+        for slot in (tmp_path / "arena").glob(f"*{slots.SUFFIX}"):
+            slot.unlink()
+        with ckptlib.Checkpointer(tmp_path / "root", state, **options) as second:
+            assert second._session.generation.number > first._session.generation.number
+            os.kill(writer, signal.SIGCONT)
+            until((tmp_path / "root" / first._session.generation.key).exists)
             second.save(10).wait_committed(60.0)
     finally:
         if writer is not None and alive(writer):
