@@ -17,7 +17,6 @@ This module knows neither trainers nor tensors.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
+from ckptlib.adapters import directory_lock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.retention import drop, sweep
@@ -120,12 +120,12 @@ class StepFolders:
         """
         if not self._directory.is_dir():
             return
-        lock = _locked(self._directory) if self._lock is None else self._lock
+        lock = directory_lock.take(self._directory) if self._lock is None else self._lock
         try:
             self._settle(alone=lock is not None)
         finally:
             if lock is not None and lock != self._lock:
-                _unlock(lock)
+                directory_lock.give_up(lock)
 
     def _settle(self, alone: bool) -> None:
         """`alone`: no process is saving here, as far as one sees. Else nothing is removed, and nothing waited for."""
@@ -168,7 +168,7 @@ class StepFolders:
         try:
             path.mkdir(parents=True)
             self._identity = self._identity or _identity(self._directory)
-            self._lock = _locked(self._directory) if self._lock is None else self._lock
+            self._lock = directory_lock.take(self._directory) if self._lock is None else self._lock
             if write is not None:
                 write(path)
             (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
@@ -234,7 +234,7 @@ class StepFolders:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            _unlock(self._lock)
+            directory_lock.give_up(self._lock)
             self._lock = None
 
     def _draft_of(self, name: str, save: SaveId) -> Path:
@@ -338,38 +338,6 @@ def _take_over(folder: Path, draft: Path) -> None:
     for path in folder.iterdir():
         if path.lstat().st_mtime_ns >= begun and not (draft / path.name).exists():
             path.rename(draft / path.name)
-
-
-def _locked(directory: Path) -> int | None:
-    """Its descriptor, with a lock on it where the file system knows locks; None where another process has that."""
-    found = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    _locks.add(found)
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _unlock(found)
-        return None
-    except OSError as error:
-        log.debug("%s: cannot be locked: %s", directory, error)
-    return found
-
-
-def _unlock(lock: int) -> None:
-    if lock in _locks:  # not in a forked child, where the number may be another file's by now
-        _locks.discard(lock)
-        os.close(lock)
-
-
-_locks: set[int] = set()
-
-
-def _unlock_all() -> None:
-    """In a forked child, such as a worker of a DataLoader, which would hold them when its parent is killed."""
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_unlock_all)
 
 
 def _tail(save: SaveId) -> str:
