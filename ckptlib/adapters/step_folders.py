@@ -171,7 +171,9 @@ class StepFolders:
             self._lock = directory_lock.take(self._directory) if self._lock is None else self._lock
             if write is not None:
                 write(path)
-            (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
+            new = path / f".{POINTER}.new"  # the thread may be reading all of them
+            new.write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
+            new.rename(path / POINTER)
         except OSError:
             self.discard(name, save)
             raise
