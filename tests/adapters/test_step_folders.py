@@ -186,6 +186,7 @@ def test_a_kill_while_a_step_is_dropped_leaves_no_step_alone(tmp_path: Path) -> 
         saved = save(tmp_path, step)
         folders.draft(f"checkpoint-{step}", saved)
         folders.publish(f"checkpoint-{step}", saved)
+        folders.wait()
     folders.let_go()
     first = step_of(tmp_path / "checkpoint-1")
     assert first is not None

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import pytest
 from helpers.inside import forget_last_save, num_failures, refuse_slots
+from helpers.moody import Moody
 from helpers.one_job import WAIT_S, Job, catalog, faulty, slots, step_once, steps, wait_settled
 from launch import environment
 from places import TESTS
@@ -67,21 +68,11 @@ def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCa
 def test_a_last_save_whose_state_could_not_be_had_is_no_success(job: Job) -> None:
     """Though the program has caught what its own object raised."""
 
-    class Moody:
-        raises = False
-
-        def state_dict(self) -> dict[str, int]:
-            if self.raises:
-                raise OSError("a file that is not there")
-            return {}
-
-        def load_state_dict(self, state: dict[str, int]) -> None: ...
-
     job.state["moody"] = moody = Moody()
     ckpt = job.checkpointer(every=1)
     ckpt.after_step(1)
     wait_settled(ckpt)
-    moody.raises = True
+    moody.raises = OSError("a file that is not there")
     with pytest.raises(OSError, match="a file that is not there"):
         ckpt.after_step(2)
     with pytest.raises(SaveFailed, match="step 2 was to be saved and is not, nor is a later one: a file"):

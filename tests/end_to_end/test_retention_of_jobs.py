@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.inside import writer_of
+from helpers.moody import Moody
 from helpers.one_job import WAIT_S, Job, catalog, steps, wait_settled
 from support import age
 
@@ -86,24 +87,13 @@ def test_after_step_tells_metrics_and_those_of_another_step_do_not_count(job: Jo
 
 
 def test_metrics_of_a_step_that_raised_do_not_count_for_the_next_one(job: Job) -> None:
-    class Moody:
-        raises = True
-
-        def state_dict(self) -> dict[str, int]:
-            if self.raises:
-                raise OSError("a file that is not there")
-            return {}
-
-        def load_state_dict(self, state: dict[str, int]) -> None: ...
-
     job.state["moody"] = moody = Moody()
-    moody.raises = False
     with job.checkpointer(every=1) as ckpt:
-        moody.raises = True
+        moody.raises = OSError("a file that is not there")
         ckpt.log({"val_loss": 0.5})
         with pytest.raises(OSError, match="a file that is not there"):
             ckpt.after_step(1)
-        moody.raises = False
+        moody.raises = None
         ckpt.log({"other": 2.0})
         ckpt.after_step(2)
         wait_settled(ckpt)

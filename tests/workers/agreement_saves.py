@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import num_failures, refuse_slots, writer_of
+from helpers.moody import Moody
 from helpers.refused import refused_pwrite
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
 
@@ -211,20 +212,6 @@ def a_state_that_one_rank_cannot_save(url: Path) -> None:
     numbers = everywhere(raised_at)
     assert numbers == [4, 4, 4], numbers
     assert committed(url) == [EVERY, 2 * EVERY]
-
-
-class Moody:
-    """Its state cannot be had at times, as where a thread of its own changes it meanwhile."""
-
-    def __init__(self) -> None:
-        self.raises: BaseException | None = None
-
-    def state_dict(self) -> dict[str, int]:
-        if self.raises is not None:
-            raise self.raises
-        return {"n": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
 def a_state_dict_that_raises_on_one_rank(url: Path) -> None:
