@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -268,7 +269,7 @@ def _next_save(
 
 
 def _tags(keep: Keep | None) -> Mapping[str, str] | None:
-    return REPLACES if keep == REPLACED else None
+    return REPLACES if keep is not None and replace(keep, grace=REPLACED.grace) == REPLACED else None
 
 
 def _newest_committed(

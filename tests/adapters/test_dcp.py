@@ -253,6 +253,16 @@ def test_the_steps_of_a_run_are_not_replaced(tmp_path: Path, count: int, save: C
     assert len([*ckptlib.checkpoints(tmp_path / "run")]) == count + 1
 
 
+def test_who_says_once_that_one_step_stays_need_not_say_it_again(tmp_path: Path) -> None:
+    for step in range(3):
+        ckptlib.save(tmp_path / "last", {"w": torch.ones(())}, step)
+    close_sessions()
+    for keep in (ckptlib.Keep(last=1), None, None):
+        dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "last", keep=keep)
+        close_sessions()
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "last")] == [5]
+
+
 def test_a_run_that_goes_on_from_what_was_replaced_is_a_run(tmp_path: Path) -> None:
     for _ in range(3):
         dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "last")
