@@ -9,10 +9,8 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
 from ckptlib.format.keys import SaveId, parse_save
@@ -21,6 +19,7 @@ from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
 from ckptlib.writer.launch import launch, no_start
+from ckptlib.writer.orders import SAVES, OpenOrders, failure, given_up
 from ckptlib.writer.silence import Silence
 from ckptlib.writer.told_warnings import log_told
 
@@ -45,17 +44,6 @@ UNTOLD_S = 4 * RESTART_S
 SWEEPS_S = 5.0
 """How long `close` waits for the removal of old steps where the job was told to stop: launchers kill it soon."""
 
-SAVES = ("persist", "commit", "void")
-"""Orders that a writer answers within the deadline of a save."""
-
-
-class _OrderKey(NamedTuple):
-    """There is one open order for each."""
-
-    save: str
-    elsewhere: bool
-    """Whether another rank commits the save."""
-
 
 class Writer:
     """One writer process; main thread, but for `add_slot`, `tell_expected`, `persist` and `void`, which any thread may
@@ -71,8 +59,7 @@ class Writer:
         self._setup = setup
         self._unread = unread
         self._slots: list[str] = []
-        self._open: dict[_OrderKey, Message] = {}
-        """The orders that another writer must carry out, should this one die."""
+        self._open = OpenOrders(int(setup["rank"]), setup.get("local") is not None)
         self._heard: deque[Message] = deque()
         self._noted: list[Message] = []
         """Events that the writer has sent, and those of them that are still to be told."""
@@ -199,7 +186,7 @@ class Writer:
         `drains`, here and below: with a local tier, whether it goes to the store, too.
         """
         with self._lock:
-            self._open[_OrderKey(str(save), elsewhere=False)] = {"op": "expect", "save": str(save), "drains": drains}
+            self._open.add({"op": "expect", "save": str(save), "drains": drains})
 
     def tell_expected(self, save: SaveId) -> None:
         """Should the trainer die from now on, the writer knows that the part of this save will not come.
@@ -207,8 +194,7 @@ class Writer:
         Apart from `expect`, since it wakes the writer, which may take the core from the training for 0.3 ms.
         """
         with self._lock:
-            order = self._open.get(_OrderKey(str(save), elsewhere=False), {})
-            if order.get("op") == "expect":
+            if (order := self._open.expected(save)) is not None:
                 self._channel.send(order)
 
     def persist(self, save: SaveId, slot: Path, drains: bool = True, puts_layout: bool = True) -> None:
@@ -228,13 +214,13 @@ class Writer:
     def num_undrained(self) -> int:
         """Saves that are to be drained and are not committed or, on other ranks than 0, not drained yet."""
         with self._lock:
-            return sum(order["op"] != "void" and order.get("drains", False) for order in self._open.values())
+            return self._open.num_undrained
 
     @property
     def finishes(self) -> bool:
         """Whether it commits a save, or removes old steps: that costs the training as well, if no core is idle."""
         with self._lock:
-            return self._sweeps > 0 or any(order["op"] == "commit" for order in self._open.values())
+            return self._sweeps > 0 or bool(self._open.of("commit"))
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
         """Asks for the outcome of a save of another committer; the answer is `committed`, `failed` or `undecided`."""
@@ -243,7 +229,7 @@ class Writer:
     def _order(self, message: Message) -> None:
         with self._lock:
             self._start_at = 0.0
-            self._open[_OrderKey(message["save"], message["op"] == "await")] = message
+            self._open.add(message)
             self._channel.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
@@ -275,7 +261,7 @@ class Writer:
 
     def _give_up(self, heard: bool) -> list[Message]:
         """In the writer's place, the oldest save of one that does not run."""
-        saves = [order["save"] for order in self._open.values() if order["op"] in SAVES]
+        saves = [order["save"] for order in self._open.of(*SAVES)]
         seconds = self._silence.lasts(bool(saves) and not self._channel.closed, heard, time.monotonic())
         if seconds is None:
             return []
@@ -283,7 +269,7 @@ class Writer:
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
             f"it was stopped, or hangs in the kernel; another one takes its place. See {self.log_path}"
         )
-        return [{**_failure(saves[0], error), "kind": StoreTimeout.__name__, "replace": True}]
+        return [{**failure(saves[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
         kind = event["event"]
@@ -302,28 +288,10 @@ class Writer:
             self._sweeps -= 1
             return
         self._sweeps += event.get("sweeps", 0)
-        save = event["save"]
-        if kind == "undecided":  # no proof that it can do more than look
-            self._open.pop(_OrderKey(save, elsewhere=True), None)
-            return
-        self._deaths = 0
-        self._take_back()
-        key = _OrderKey(save, elsewhere=False)
-        if kind == "released" and event["error"] is None and self._setup.get("local") is not None:
-            if self._open.pop(key, {}).get("drains"):
-                self._open[key] = {"op": "drain", "save": save, "drains": True}
-        elif kind == "drained" and self._setup["rank"] == 0:
-            pass  # another writer finds it in the store, and commits it
-        elif kind == "released" and event["error"] is None and self._setup["rank"] == 0:
-            self._open[key] = {"op": "commit", "save": save, "began": event["began"]}  # its slot may be overwritten now
-        elif kind == "failed" and event.get("replace"):  # nobody has told the other ranks
-            self._open[key] = {"op": "void", "save": save, "error": event["error"]}
-        elif kind == "failed" and event.get("seen"):
-            pass  # its own share is still to be told of
-        else:
-            self._open.pop(key, None)
-        if kind not in ("released", "drained"):
-            self._open.pop(_OrderKey(save, elsewhere=True), None)
+        if kind != "undecided":  # which is no proof that it can do more than look
+            self._deaths = 0
+            self._take_back()
+        self._open.note(event)
 
     def _revive(self) -> list[Message]:
         self.wake()
@@ -343,12 +311,10 @@ class Writer:
         except OSError as refusal:
             return self._wait_for_another(no_start(refusal))
         self._unstarted, self._start_at = False, 0.0
-        given_up: list[Message] = []
+        dropped: list[Message] = []
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
-            given_up = list(self._open.values())
-            self._open.clear()
-            self._deaths = 0
+            dropped, self._deaths = self._open.drop_all(), 0
         if self._begun is not None:
             self._channel.send({**self._begun, "now": self._setup.get("local") is not None, "again": True})
         for path in self._slots:
@@ -359,12 +325,12 @@ class Writer:
             self._channel.send(self._earlier)
         if self._whole is not None:
             self.whole(*self._whole)
-        for order in self._open.values():
+        for order in self._open:
             self._channel.send({**order, "again": True})  # that one may have put a part of it
-        for order in given_up:
+        for order in dropped:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
                 self._channel.send({"op": "void", "save": order["save"], "error": error})
-        return _given_up(given_up, error)
+        return given_up(dropped, error)
 
     def _wait_for_another(self, error: str) -> list[Message]:
         """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
@@ -373,9 +339,7 @@ class Writer:
         if not self._unstarted:
             log.warning("%s; tried again every %.0f s", error, RESTART_S)
         self._unstarted, self._start_at, self._deaths = True, time.monotonic() + RESTART_S, 0
-        failed = {key: order for key, order in self._open.items() if order["op"] == "persist"}
-        self._open |= {key: {**order, "op": "void", "error": error} for key, order in failed.items()}
-        return [_failure(order["save"], error) for order in failed.values()]
+        return self._open.void_persists(error)
 
     def _reap(self, kill: bool = False) -> int | None:
         """Its exit status; None where the kernel does not let go of it."""
@@ -401,7 +365,7 @@ class Writer:
     @property
     def _patience_s(self) -> float:
         """How long `close` waits: for a writer that cannot be started only where somebody has yet to commit a save."""
-        owed = any(order["op"] in ("commit", "drain") for order in self._open.values())
+        owed = self._open.of("commit", "drain")
         return math.inf if owed or not self._unstarted else UNTOLD_S
 
     def _take_back(self) -> None:
@@ -425,7 +389,7 @@ class Writer:
         old steps, that is no error: they may stay until the next sweep.
         """
         self.wake()
-        for order in [order for order in self._open.values() if order["op"] == "expect"]:
+        for order in self._open.of("expect"):
             self.void(parse_save(order["save"]), "its rank was interrupted as its snapshot began", order["drains"])
         began = time.monotonic()
         deadline, events = began + timeout_s, list[Message]()
@@ -453,16 +417,4 @@ class Writer:
         if self._unread is not None:
             self._unread.unlink()  # where the writer could not
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
-        return events + _given_up(self._open.values(), error)
-
-
-def _given_up(orders: Collection[Message], error: str) -> list[Message]:
-    """The answers to orders that no writer carries out. They say nothing of a save that another rank commits: whoever
-    asked for its outcome may ask again. Failures come first: what has failed needs no other answer."""
-    asked = [order["save"] for order in orders if order["op"] == "await"]
-    failed = [_failure(order["save"], error) for order in orders if order["op"] != "await"]
-    return failed + [{"event": "undecided", "save": save} for save in asked]
-
-
-def _failure(save: str, error: str) -> Message:
-    return {"event": "failed", "save": save, "kind": "SaveFailed", "error": error}
+        return events + given_up(self._open, error)

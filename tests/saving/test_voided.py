@@ -35,7 +35,7 @@ def voided(job: Job, ckpt: ckptlib.Checkpointer) -> str:
 
 def is_answered(ckpt: ckptlib.Checkpointer, save: str) -> bool:
     poll(ckpt)
-    return save not in [order["save"] for order in writer_of(ckpt)._open.values()]
+    return save not in [order["save"] for order in writer_of(ckpt)._open]
 
 
 HELD = {"op": "commit", "key": "^packs/", "action": "hold"}
