@@ -7,7 +7,7 @@ tensors always go that way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -30,10 +30,11 @@ ROUND_BYTES = 4 << 20
 
 
 class Pairs:
-    """The shards of a snapshot and their places in one slot, sorted by how they are copied."""
+    """Shards of a snapshot and their places in one slot, sorted by how they are copied."""
 
-    def __init__(self, pairs: list[Pair]) -> None:
-        self.all = pairs
+    def __init__(self, pairs: list[Pair], beside: Sequence[int] = ()) -> None:
+        """`beside`: where the slot's other shards begin, which are copied apart; those of no bytes do not count."""
+        self.all, self._beside = pairs, beside
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
         now = [pair for pair in pairs if pair.movable and not pair.late]
@@ -42,8 +43,7 @@ class Pairs:
         self.small = Pieces(*([getattr(pair, of) for pair in small] for of in ("source_address", "nbytes", "offset")))
         self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
         self.devices = list(dict.fromkeys(pair.device for pair in pairs if pair.device is not None))
-        self.works: dict[tuple[torch.device, int], DeviceWork] = {}
-        """By device, and the address of the copy in its memory; 0: only small tensors have one."""
+        self._straight: dict[torch.device, DeviceWork] = {}
 
     def move_now(self, body: Mapped) -> None:
         """All that is in host memory and is not copied behind the fence."""
@@ -53,22 +53,28 @@ class Pairs:
         for pair in self.strided:
             copyable(pair.target).copy_(copyable(pair.source.tensor))
 
-    def work(self, device: torch.device, spare: torch.Tensor | None) -> DeviceWork:
-        """The copies from one device; by way of `spare`, bytes of that device and as many as of the body, if given."""
-        key = device, 0 if spare is None else spare.data_ptr()
-        if key not in self.works:
-            self.works[key] = work_of(self.all, device, spare)
-        return self.works[key]
+    def straight(self, device: torch.device) -> DeviceWork:
+        """The copies from one device that has no memory to spare for all of them."""
+        if device not in self._straight:
+            self._straight[device] = work_of(self.all, device, None, self._beside)
+        return self._straight[device]
+
+    def by_way_of(self, spare: torch.Tensor, device: torch.device) -> DeviceWork:
+        """The copies from one device by way of its memory `spare`, as many bytes as the body has. Not kept here: what
+        is copied would keep that memory."""
+        return work_of(self.all, device, spare, self._beside)
 
 
-def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Tensor | None) -> DeviceWork:
-    """See `Pairs.work`."""
+def work_of(
+    pairs: Iterable[Pair], device: torch.device | None, spare: torch.Tensor | None, beside: Sequence[int] = ()
+) -> DeviceWork:
+    """The copies from one device; by way of `spare`, if given. `beside`: see `Pairs`."""
     pairs = [pair for pair in pairs if pair.nbytes]
     mine = [pair for pair in pairs if pair.device == device]
     body = mine[0].body if mine else torch.empty(0, dtype=torch.uint8, device="cpu")
     if spare is None:
-        return _straight(mine, pairs, body, device)
-    gathered = Gathered(stretches_of([mine], pairs)[0], spare, like_body=True)
+        return _straight(mine, pairs, body, device, beside)
+    gathered = Gathered(stretches_of([mine], pairs, beside)[0], spare, like_body=True)
     late = [pair for pair in mine if pair.late]
     places = gathered.places(late)
     return DeviceWork(
@@ -82,11 +88,13 @@ def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Ten
     )
 
 
-def _straight(mine: list[Pair], pairs: list[Pair], body: torch.Tensor, device: torch.device | None) -> DeviceWork:
+def _straight(
+    mine: list[Pair], pairs: list[Pair], body: torch.Tensor, device: torch.device | None, beside: Sequence[int]
+) -> DeviceWork:
     """The copies of a device that has no memory to spare for all of them."""
     packed, others = _parted(mine)
     turns = _turns(others)
-    stretches, *by_turn = stretches_of([packed, *turns], pairs)
+    stretches, *by_turn = stretches_of([packed, *turns], pairs, beside)
     try:
         memory = torch.zeros(nbytes_of(stretches), dtype=torch.uint8, device=device)
         shared = torch.zeros(max(map(nbytes_of, by_turn), default=0), dtype=torch.uint8, device=device)

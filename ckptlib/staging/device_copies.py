@@ -95,6 +95,8 @@ class DeviceCopies:
                 if work.across_later:
                     lane.later.copy(work.across_later.moves(), lane.copy)
                     work.samples.look_after()
+            looked = lane.copy.record_event()
+        accelerator.wait(looked)  # the fence opens: what is written from here on would be taken for a stray write
 
     def finish(self) -> list[str]:
         """Waits until all is on the host; returns the names of tensors that were written to meanwhile. On the staging
@@ -114,8 +116,15 @@ class DeviceCopies:
         finally:
             self._free.clear()
             self._ringed.clear()
-            if self._spare is not None:
-                self._spare.busy = False
+            if (spare := self._spare) is not None:
+                self._spare, spare.busy = None, False  # whoever keeps the snapshot keeps no memory of the device
+
+
+def _by_way_of(spare: Spare, pairs: Pairs, rank: int, device: torch.device) -> DeviceWork:
+    """Made once: it goes with the memory, or with the pairs."""
+    if pairs not in spare.works:
+        spare.works[pairs] = pairs.by_way_of(spare.memory[rank], device)
+    return spare.works[pairs]
 
 
 def _enqueue(across: Across) -> None:
@@ -160,7 +169,7 @@ class Devices:
             memory = self._spares.setdefault(device, Spares(device)).take({slot.rank: slot.body for slot in copied})
         try:
             works = [
-                pairs.work(device, None if memory is None else memory.memory[slot.rank])
+                pairs.straight(device) if memory is None else _by_way_of(memory, pairs, slot.rank, device)
                 for slot in copied
                 for pairs in slot.pairs
                 if device in pairs.devices

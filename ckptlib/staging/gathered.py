@@ -11,6 +11,10 @@ import torch
 from ckptlib.staging.pair import Pair
 from ckptlib.staging.prepared_copies import Places
 
+ALIGN = 16
+"""A stretch is as far behind a multiple of this in the memory as in the body: torch views bytes as numbers of 16 bytes
+only where such a number may begin."""
+
 
 class Stretch(NamedTuple):
     """[start, stop) of a body."""
@@ -19,12 +23,16 @@ class Stretch(NamedTuple):
     stop: int
 
 
-def stretches_of(groups: Sequence[Iterable[Pair]], pairs: Iterable[Pair]) -> list[list[Stretch]]:
-    """Of each group: the fewest stretches with all of its shards, and none of another's of `pairs`, in order."""
+def stretches_of(
+    groups: Sequence[Iterable[Pair]], pairs: Iterable[Pair], beside: Iterable[int] = ()
+) -> list[list[Stretch]]:
+    """Of each group: the fewest stretches with all of its shards, in order, and with no other shard of the body: of
+    `pairs`, and those that begin at `beside`."""
     group_of = {id(pair): n for n, group in enumerate(groups) for pair in group}
     found = [list[Stretch]() for _ in groups]
     before = -1
-    for start, stop, n in sorted((p.offset, p.offset + p.nbytes, group_of.get(id(p), -1)) for p in pairs):
+    shards = [(pair.offset, pair.offset + pair.nbytes, group_of.get(id(pair), -1)) for pair in pairs]
+    for start, stop, n in sorted([*shards, *((start, start, -1) for start in beside)]):
         if n >= 0 and n == before:
             found[n][-1] = Stretch(found[n][-1].start, stop)
         elif n >= 0:
@@ -33,8 +41,18 @@ def stretches_of(groups: Sequence[Iterable[Pair]], pairs: Iterable[Pair]) -> lis
     return found
 
 
-def nbytes_of(stretches: Iterable[Stretch]) -> int:
-    return sum(stop - start for start, stop in stretches)
+def nbytes_of(stretches: Sequence[Stretch]) -> int:
+    """Of memory in which they lie side by side."""
+    return _side_by_side(stretches)[1]
+
+
+def _side_by_side(stretches: Iterable[Stretch]) -> tuple[list[int], int]:
+    """Where each of them begins in such memory, and where the last one ends."""
+    begins, end = list[int](), 0
+    for start, stop in stretches:
+        begins.append(end + (start - end) % ALIGN)
+        end = begins[-1] + stop - start
+    return begins, end
 
 
 class Gathered:
@@ -43,12 +61,8 @@ class Gathered:
     def __init__(self, stretches: Sequence[Stretch], memory: torch.Tensor, like_body: bool = False) -> None:
         """`like_body`: whether the memory has a place for every byte of the body; else stretches lie side by side."""
         self._stretches, self.memory = stretches, memory
-        self._begins: list[int] = []
+        self._begins = [start for start, _ in stretches] if like_body else _side_by_side(stretches)[0]
         """Of each stretch, in the memory."""
-        end = 0
-        for start, stop in stretches:
-            self._begins.append(start if like_body else end)
-            end += stop - start
 
     def places(self, some: Sequence[Pair]) -> Places:
         """Shards of the group, and their places in the memory."""

@@ -8,7 +8,7 @@ Each slot would keep a copy of it, in the device's memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,12 +63,19 @@ class KnownPairs:
         if not lent:
             return [self._kept(rank, slot, sources, offsets, offsets)]
         kept = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if not source.lent]
-        found = [self._kept(rank, slot, [s for s, _ in kept], tuple([o for _, o in kept]), offsets)] if kept else []
-        body = _tensor_of(slot.body)
-        return [*found, Pairs([Pair(source, body, offset) for source, offset in lent])]
+        found, body = list[Pairs](), _tensor_of(slot.body)
+        if kept:
+            found = [self._kept(rank, slot, [s for s, _ in kept], tuple([o for _, o in kept]), offsets, _begins(lent))]
+        return [*found, Pairs([Pair(source, body, offset) for source, offset in lent], _begins(kept))]
 
     def _kept(
-        self, rank: int, slot: Slot, sources: Sequence[CopySource], places: tuple[int, ...], offsets: tuple[int, ...]
+        self,
+        rank: int,
+        slot: Slot,
+        sources: Sequence[CopySource],
+        places: tuple[int, ...],
+        offsets: tuple[int, ...],
+        beside: Sequence[int] = (),
     ) -> Pairs:
         self._forget(rank, sources)
         key = _Destination(rank, str(slot.path))
@@ -83,7 +90,7 @@ class KnownPairs:
             pair if pair is not None and pair.source is source else Pair(source, known.body, place)
             for pair, source, place in zip(known.pairs, sources, places, strict=True)
         ]
-        known.pairs, known.made = list(pairs), Pairs(pairs)
+        known.pairs, known.made = list(pairs), Pairs(pairs, beside)
         return known.made
 
     def _forget(self, rank: int, sources: Sequence[CopySource]) -> None:
@@ -103,6 +110,10 @@ class KnownPairs:
     def clear(self) -> None:
         self._known.clear()
         self._sources.clear()
+
+
+def _begins(shards: Iterable[tuple[CopySource, int]]) -> list[int]:
+    return [offset for source, offset in shards if source.tensor.nbytes]
 
 
 def _tensor_of(body: memoryview) -> torch.Tensor:

@@ -10,10 +10,13 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ckptlib.devices import cuda
+from ckptlib.staging.copies import Pairs
+from ckptlib.staging.prepared_copies import DeviceWork
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +97,15 @@ class Room:
 class Spare:
     """Memory of a device for the bodies of all slots that one snapshot fills."""
 
-    __slots__ = ("busy", "memory")
+    __slots__ = ("busy", "memory", "works")
 
     def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:
         self.memory = memory
         """By the rank whose snapshot it is."""
         self.busy = False
         """Whether a snapshot in it is still on its way to the host. Set by the main thread, cleared by any."""
+        self.works: WeakKeyDictionary[Pairs, DeviceWork] = WeakKeyDictionary()
+        """The copies by way of it: views of it, so nobody else keeps them. Main thread."""
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import stage
-from helpers.schedules import NUM_SLOTS, SIZES, Given, Schedule, World, run, shrink
+from helpers.runtime import Runtime
+from helpers.schedules import NUM_SLOTS, SIZES, SLOT_BYTES, Given, Schedule, World, run, shrink
 from helpers.streams import Event, Simulation, Stream
 
 from ckptlib.devices import accelerator
+from ckptlib.slots.slot import Slot
 from ckptlib.staging import copies, device_copies, prepared_copies, spare_memory
 from ckptlib.staging.device_copies import Copied, Devices, Lane
 from ckptlib.staging.fence import Fence
 from ckptlib.staging.known_copies import KnownPairs
-from ckptlib.staging.spare_memory import Spare
+from ckptlib.staging.pair import CopySource
+from ckptlib.staging.spare_memory import Figures, Spare
+from ckptlib.staging.stager import CopyJob, Stager
 
 SCHEDULES = int(os.environ.get("CKPTLIB_SCHEDULES", "192"))
 """In all; a device's order is one in very many, so more are tried where the copies change."""
@@ -177,3 +182,37 @@ def test_what_was_made_for_a_snapshot_goes_with_it(world: World, monkeypatch: py
     monkeypatch.setattr(KnownPairs, "_forget", lambda known, rank, sources: None)
     assert run(world, Given(memory, eager=True), 1, 3 * NUM_SLOTS) == []
     assert alive[0] >= kept + 2 * 4 * SIZES[4], "each slot would keep one"
+
+
+def nbytes_with_a_twin(world: World, monkeypatch: pytest.MonkeyPatch, num_alone: int) -> int:
+    """Of the device's memory, once another rank's snapshots are copied beside this one's; as many were not before."""
+    runtime = Runtime()
+    runtime.patch(monkeypatch)
+    simulation = Simulation(runtime)
+    simulation.patch(monkeypatch)
+    monkeypatch.setattr(spare_memory, "figures", lambda device: Figures(1 << 30, 0, 0, 0))
+    monkeypatch.setattr(spare_memory, "MARGIN_BYTES", 0)
+    twin = Slot.create(world.slots[0].path.parent, "twin", SLOT_BYTES)
+    with simulation:
+        stager = Stager(lambda staging: None, spare=True)
+        shards = {e.name: torch.ones(e.shape, dtype=getattr(torch, e.dtype)) for e in world.layout.tensors}
+        sources = [CopySource(name, simulation.to_device(shards[name]), False) for name in world.names]
+        alike = [source for source in sources if source.tensor.nbytes > 2000]
+        places = tuple(1 << 15 | n << 14 for n in range(len(alike)))
+        for n in range(num_alone + 2 * NUM_SLOTS):
+            content = world.content()
+            header = replace(content.header, rank=1, sequence=content.header.sequence - 1, body_nbytes=SLOT_BYTES // 2)
+            jobs = [CopyJob(twin, header, alike, places)] if n >= num_alone else []
+            staging = stager.begin(world.slots[n % NUM_SLOTS], content, sources, jobs)
+            staging.go()
+            staging.wait_sealed(60)
+        found = simulation.nbytes_alive()
+        stager.close()
+    twin.close()
+    twin.unlink()
+    return found
+
+
+def test_memory_that_is_given_back_is_nobodys(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare memory for one rank's snapshots, once there is some for those of two."""
+    assert nbytes_with_a_twin(world, monkeypatch, 2) == nbytes_with_a_twin(world, monkeypatch, 0)

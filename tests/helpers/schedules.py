@@ -81,7 +81,8 @@ class World:
         self.specs = list(zip(SIZES, dtypes, strict=True))
         one = Placed(Mesh((1,), (0,)), (Replicate(),), None)
         entries = [TensorEntry(f"t{n}", str(d)[6:], (size,), one) for n, (size, d) in enumerate(self.specs)]
-        entries += [TensorEntry("lent", "float32", (SIZES[4],), one), TensorEntry("host", "float32", (100,), one)]
+        entries += [TensorEntry(f"{entry.name}.lent", entry.dtype, entry.shape, one) for entry in entries]
+        entries += [TensorEntry("host", "float32", (100,), one)]
         self.layout = Layout(1, tuple(assign(sorted(entries, key=lambda entry: entry.name))))
         self.table = lay_out(self.layout, [(entry.name, Box.whole(entry.shape)) for entry in self.layout.tensors])
         self.names = [self.layout.tensors[t].name for t in self.table.tensors]
@@ -226,9 +227,9 @@ class Schedule:
             self.host.fill_(step)
             expected = {name: raw(self._value(name)) for name in self.tensors}
             expected["host"] = raw(self.host)
-            expected["lent"] = raw(self._value("t4"))
-        lent = self.tensors["t4"].clone()
-        sources = {**self.sources, "lent": CopySource("lent", lent, False, lent=True)}
+            expected |= {f"{name}.lent": raw(self.ramps[name] + self.level[name]) for name in self.tensors}
+        lent = {f"{name}.lent": tensor.clone() for name, tensor in self.tensors.items()}
+        sources = self.sources | {name: CopySource(name, t, False, lent=True) for name, t in lent.items()}
         content, blocked = self.world.content(), len(self.simulation.blocked)
         staging = self.stager.begin(slot, content, [sources[name] for name in self.world.names])
         staging.go()

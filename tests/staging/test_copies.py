@@ -141,6 +141,45 @@ def test_what_is_gathered_may_begin_anywhere() -> None:
         assert torch.equal(pair.target, tensor)
 
 
+def test_stretches_begin_where_their_numbers_may() -> None:
+    """However many bytes lie before: an odd mask, and numbers behind what is too large to be gathered."""
+    sizes = {"mask": (300_001, torch.uint8), "large": (600_000, torch.float32), "count": (1, torch.int64)}
+    sizes |= {"larger": (700_000, torch.float32), "z": (3, torch.complex128)}
+    body, pairs, end = torch.full((8 << 20,), 7, dtype=torch.uint8), list[Pair](), 0
+    for name, (size, dtype) in sizes.items():
+        end += -end % dtype.itemsize
+        pairs.append(Pair(CopySource(name, torch.arange(size).to(dtype), False), body, end))
+        pairs[-1].device = DEVICE
+        end += size * dtype.itemsize
+    work = work_of(pairs, DEVICE, None)
+    work.inside_now.enqueue()
+    copy(work.across_now)
+    copy(work.then)
+    assert all(torch.equal(pair.target, pair.source.tensor) for pair in pairs)
+
+
+def test_shards_that_are_copied_apart_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie between those that are gathered: at once, in rounds, and in spare memory."""
+    monkeypatch.setattr(module, "PACKED_BYTES", 1000)
+    for spare in (False, True):
+        body, pairs, end = torch.full((1 << 16,), 7, dtype=torch.uint8), list[Pair](), 0
+        for n in range(60):
+            pairs.append(Pair(CopySource(f"t{n}", torch.randn(1 + 37 * n % 91), False), body, end))
+            pairs[-1].device = DEVICE
+            end += pairs[-1].nbytes
+        memory = torch.zeros_like(body) if spare else None
+        halves = pairs[0::2], pairs[1::2]
+        works = [
+            work_of(some, DEVICE, memory, [pair.offset for pair in others])
+            for some, others in (halves, reversed(halves))
+        ]
+        for work in works:
+            work.inside_now.enqueue()
+        for across in (*(work.across_now for work in works), *(work.then for work in works)):
+            copy(across)
+        assert all(torch.equal(pair.target, pair.source.tensor) for pair in pairs)
+
+
 def test_no_more_is_gathered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PACKED_BYTES", 1000)
     _, pairs = make_pairs([200, 100, 200, 40], late=False)
