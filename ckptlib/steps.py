@@ -122,8 +122,8 @@ class Steps:
                 taken = self._take(step, self.metrics.of(metrics), word, bool(last or word.due), compare)
             except CkptError:
                 raise
-            except Exception:  # the state's own, on this rank alone: the others say their words now
-                if not self.stopping:
+            except Exception:  # the state's own; where ranks compare, all raise, and none says its word now
+                if session.left_out == step and not self.stopping:
                     self._turns.say(step + 1)
                 raise
         elif due:

@@ -25,8 +25,10 @@ from ckptlib.adapters.dcp_overlap import Overlapping, wait_for_copies
 from ckptlib.adapters.optimizer_names import GROUPS, named_optimizers
 from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.checkpoint import SaveOrder
-from ckptlib.errors import StateError, StateMismatch, WaitTimeout
+from ckptlib.errors import NewerFormat, StateError, StateMismatch, WaitTimeout
+from ckptlib.format.keys import SaveId
 from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
@@ -272,6 +274,16 @@ def _tags(keep: Keep | None) -> Mapping[str, str] | None:
     return REPLACES if keep is not None and replace(keep, grace=REPLACED.grace) == REPLACED else None
 
 
+def _is_replaced(catalog: Catalog, save: SaveId) -> bool:
+    """Whether the next save may drop it. Not where the record that says so cannot be read."""
+    try:
+        return catalog.generation(save.generation).tags == REPLACES
+    except NewerFormat:
+        raise
+    except UNREADABLE:
+        return False
+
+
 def _newest_committed(
     url: str,
     process_group: dist.ProcessGroup | None,
@@ -288,8 +300,8 @@ def _newest_committed(
         with open_store(url, storage_options) as store:
             catalog = Catalog(store)
             saves = catalog.visible()
-            kept = [save for save in saves if catalog.generation(save.generation).tags != REPLACES]
-        if kept and keep is None:
+            kept = [] if keep is not None else [save for save in saves if not _is_replaced(catalog, save)]
+        if kept:
             raise StateError(
                 f"{url} has {len(saves)} steps, of which {len(kept)} are of a run that keeps them, step "
                 f"{kept[-1].step} the last one: a save without a step would drop them. Name a step, such as "

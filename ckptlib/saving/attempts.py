@@ -59,12 +59,13 @@ class Attempts:
             log.warning("step %d is not saved, the next one is: %s", step, error)
             self._session.listener.tell(Voided(step, error))
             return None
-        except (StateError, AgreementFailed):
-            raise
         except CkptError as error:
+            if isinstance(error, (StateError, AgreementFailed)):
+                self.miss(step, to_store, error)
+                raise
             self._fail(step, to_store, error)
             return None
-        except Exception as error:  # the state's own, on this rank alone
+        except Exception as error:  # what the state of this rank raised
             self.miss(step, to_store, error)
             raise
         if to_store:

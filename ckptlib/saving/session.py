@@ -132,6 +132,8 @@ class Session:
         puts their layout."""
         self.given_up: int | None = None
         """The last step whose save this rank gave up alone."""
+        self.left_out: int | None = None
+        """The last step whose snapshot, saved or not, the other ranks began without this one."""
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
@@ -197,6 +199,7 @@ class Session:
 
     def give_up(self, save: SaveId, number: int, to_store: bool, drains: bool, reason: str) -> None:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
+        self.left_out = save.step
         if to_store:
             self.given_up = save.step
             self.tier.expect(save.step)

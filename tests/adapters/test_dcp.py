@@ -263,6 +263,21 @@ def test_who_says_once_that_one_step_stays_need_not_say_it_again(tmp_path: Path)
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "last")] == [5]
 
 
+def test_a_step_whose_record_is_lost_may_be_of_a_run(tmp_path: Path) -> None:
+    """Nothing tells whether it is to be kept; whoever says it need not have the record."""
+    where = tmp_path / "last"
+    dcp.save({"w": torch.ones(())}, checkpoint_id=where)
+    close_sessions()
+    for record in where.rglob("generations/*.json"):  # and its copy
+        record.chmod(0o600)
+        record.write_bytes(b"lost")
+    with pytest.raises(ckptlib.StateError, match="with keep= which ones stay"):
+        dcp.save({"w": torch.ones(())}, checkpoint_id=where)
+    dcp.save({"w": torch.ones(())}, checkpoint_id=where, keep=ckptlib.Keep(last=1))
+    close_sessions()
+    assert [info.step for info in ckptlib.checkpoints(where)] == [1]
+
+
 def test_a_run_that_goes_on_from_what_was_replaced_is_a_run(tmp_path: Path) -> None:
     for _ in range(3):
         dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "last")

@@ -275,6 +275,32 @@ def a_save_of_a_step_that_one_rank_has_given_up(url: Path) -> None:
     assert committed(url) == [EVERY, 3 * EVERY]
 
 
+def a_state_dict_that_raises_where_ranks_compare(url: Path) -> None:
+    """As at the first save: it fails on all ranks, none of which has said its word for the step that follows. What they
+    do next is the same on all, whether they save, train or end."""
+    moody = Moody()
+    state = {"w": torch.zeros(3), "moody": moody}
+
+    def fail(ckpt: ckptlib.Checkpointer, step: int) -> None:
+        moody.raises = RuntimeError("changed size") if rank() == 1 else None
+        with pytest.raises(RuntimeError if rank() == 1 else AgreementFailed, match="changed size"):
+            ckpt.after_step(step)
+        moody.raises = None
+
+    with checkpointer(url, state, every=1) as ckpt:
+        fail(ckpt, 1)
+        ckpt.save(1).wait_committed(PATIENCE_S)
+    with checkpointer(url, state, every=1) as ckpt:
+        fail(ckpt, 2)
+        ckpt.after_step(3)
+        ckpt.pending.wait_committed(PATIENCE_S)
+    last = checkpointer(url, state, every=1)
+    fail(last, 4)
+    with pytest.raises(SaveFailed, match=r"step 4 was to be saved and is not, nor is a later one.*changed size"):
+        last.close()
+    assert committed(url) == [1, 3]
+
+
 def a_last_save_that_one_rank_cannot_take(url: Path) -> None:
     """No rank ends as if the save before were the last one: where all compare, as at the end of `loop`, and where the
     rank finds out alone."""
