@@ -80,6 +80,8 @@ class SaveOrder:
     """Whether it stays for good, whatever this job's `Keep(exempt=)` says of it."""
     spare: bool = True
     """Whether memory of the device may be taken, which is not before the training has shown its peak."""
+    created: float | None = None
+    """When the state was saved first, in seconds since the epoch; None: now."""
 
 
 def save_step(session: Session, order: SaveOrder) -> Pending:
@@ -124,7 +126,7 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
         table=plan.table,
         values=flat.values,
         metrics=metrics,
-        created=time.time(),
+        created=time.time() if order.created is None else order.created,
         algorithm=session.root.algorithm,
         exempt=session.is_exempt(order.step) or order.exempt,
         account=session.stopwatch.snapshot(order.step),

@@ -44,6 +44,7 @@ def keep_restored(
             to_store=not report.committed,
             spare=False,
             exempt=marks.exempt,
+            created=marks.created,
         )
         pending = save_step(session, order)
         pending.staging.go()

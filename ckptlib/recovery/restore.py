@@ -69,6 +69,8 @@ class Marks(NamedTuple):
     metrics: Mapping[str, object]
     exempt: bool
     """Whether the step is to stay for good."""
+    created: float | None = None
+    """When its snapshot was taken; seconds since the epoch."""
 
 
 class Result(NamedTuple):
@@ -344,7 +346,7 @@ def _load(session: Session, order: LoadOrder, source: StepSource) -> Result:
 
 def _marks_in(part: SavedPart) -> Marks:
     metrics = {name: values.decode(value, f"metrics[{name}]") for name, value in part.metrics.items()}
-    return Marks(metrics, part.exempt)
+    return Marks(metrics, part.exempt, part.created)
 
 
 def _describe(session: Session, inventory: Inventory, candidate: Candidate) -> str:

@@ -81,7 +81,8 @@ def test_a_job_that_takes_no_snapshot_leaves_those_of_the_job_before(tmp_path: P
 
 
 def test_what_memory_alone_had_is_kept_as_its_job_said(tmp_path: Path) -> None:
-    """By the metrics that it was saved with, and as exempt, though the job that saves it again says nothing of it."""
+    """By the metrics that it was saved with, as exempt, and as old as it is, though the job that saves it again says
+    nothing of it."""
     (tmp_path / "arena").mkdir()
     state = {"model": torch.zeros(4)}
 
@@ -96,10 +97,12 @@ def test_what_memory_alone_had_is_kept_as_its_job_said(tmp_path: Path) -> None:
             time.sleep(0.01)
             if ckpt.coverage is not None and ckpt.coverage.step is not None:
                 raise KeyboardInterrupt
+    again = time.time()
     with checkpointer(ckptlib.Keep()) as ckpt:
         report = ckpt.restore()
         assert report.tier == "memory"
     (manifest,) = (tmp_path / "root" / "steps").glob("*.json")
+    assert body_of(manifest)["created"] < again
     assert body_of(manifest)["metrics"] == {"val_loss": float(report.step)}
     assert body_of(manifest)["exempt"] is True
 
