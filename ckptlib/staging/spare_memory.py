@@ -1,7 +1,8 @@
 """Memory of a device for snapshots: how much of it the training leaves, and which of it is in use.
 
 The training's peak is what torch measured, without what was taken here: what is granted once is not there to be granted
-again, though the driver and the allocator show it as before until the training comes to its next peak.
+again, though the driver and the allocator show it as before until the training comes to its next peak. A program may
+have torch measure it anew at any time, so at first all that the allocator has reserved counts as well.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Room:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._training = 0
-        """The most that the training alone was seen to need."""
+        self._training: int | None = None
+        """The most that the training alone was seen to need; None before the first look."""
         self._peak = 0
         """As it was measured when the last grant was made or given back."""
         self.granted = 0
@@ -68,6 +69,8 @@ class Room:
         found = figures(self._device)
         if found is None:
             return 0
+        if self._training is None:
+            self._training = found.reserved - found.private
         if found.peak != self._peak:  # reached with all in place that is granted now, or measured anew
             self._training = max(self._training, found.peak - self.granted)
             self._peak = found.peak
@@ -86,6 +89,7 @@ class Room:
 
     def give_back(self, nbytes: int) -> None:
         """What was granted is free again."""
+        self.nbytes()  # a peak that came since was reached with all that was granted until now
         self._change(-nbytes)
 
     def _change(self, nbytes: int) -> None:

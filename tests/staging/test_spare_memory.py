@@ -42,8 +42,8 @@ class Device:
     [
         (40, 20, 20, 0, 40),
         (40, 20, 30, 0, 30),  # ten of the free are for the peak
-        (10, 90, 10, 0, 90),  # what the training has left in its allocator
-        (10, 90, 10, 60, 30),  # but not what a graph has there
+        (10, 90, 10, 0, 10),  # what the allocator has was a peak, which was measured anew since
+        (10, 90, 10, 60, 10),
         (5, 0, 0, 0, 5),
         (5, 0, 50, 0, -45),
     ],
@@ -128,6 +128,35 @@ def test_two_that_take_turns(device: Device) -> None:
     assert made.ready
     assert made.take(lots) is first
     assert device.allocator.allocated == 300
+
+
+@pytest.mark.parametrize("measured_anew", [False, True])
+def test_the_peak_before_the_first_snapshot_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured_anew: bool
+) -> None:
+    """Also where the program resets what torch has measured, as one that logs it for each step does."""
+    device, made = Device(monkeypatch, 100), Spares(DEVICE)
+    device.allocator.allocate(20)  # the state
+    device.allocator.iterate(40)
+    if measured_anew:
+        device.allocator.peak = device.allocator.allocated
+    assert made.take(bodies(20)) is not None
+    assert (
+        "has no room for a second snapshot of 20 bytes on top of the training's peak (10 bytes to spare)" in caplog.text
+    )
+    device.allocator.iterate(40)  # raises where there is no room any more
+
+
+def test_a_peak_that_came_before_the_layout_changed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was reached with all that is given back now."""
+    device, made = Device(monkeypatch, 150), Spares(DEVICE)
+    device.allocator.allocate(20)
+    device.allocator.iterate(40)
+    assert made.take(bodies(20)) is not None
+    device.allocator.iterate(80)
+    device.allocator.release(20)  # of the two, the one that is not busy goes at once
+    assert made.take(bodies(50)) is None
+    device.allocator.iterate(80)
 
 
 def test_for_all_that_a_snapshot_copies_or_for_none(device: Device, caplog: pytest.LogCaptureFixture) -> None:
