@@ -364,11 +364,14 @@ class Checkpointer:
         yield
 
     def drain(self) -> None:
-        """Waits until nothing of the state is being copied, on devices too. Call it before you capture a CUDA graph.
+        """Waits until nothing of the state is being copied, on devices too, and lets go of its tensors.
 
-        A replay runs no hook and waits for no copy, so the tensors it writes are saved without overlap from then on.
+        Call it before you capture a CUDA graph. A replay runs no hook and waits for no copy, so the tensors it writes
+        are saved without overlap from then on. And call it before you move the state off a device to have its memory:
+        from one save to the next, what was copied is kept at hand. The next save looks all of it up again.
         """
         self._fence.drain()
+        self._session.forget_tensors()
 
     @property
     def stopping(self) -> bool:

@@ -154,7 +154,8 @@ class Planner:
 
     def _news(self, flat: Flat) -> str:
         """The change since the last plan, for messages."""
-        before = {leaf.name for leaf in self._leaves}
+        assert self._plan is not None
+        before = {name for name, *_ in self._plan.shape}
         new = [leaf.name for leaf in flat.leaves if leaf.name not in before]
         return f" (new: {', '.join(new[:3])}{', ...' if len(new) > 3 else ''})" if new else ""
 
@@ -175,9 +176,7 @@ class Planner:
         if not flat.lends:
             return
         self._one_of_each = [], {}
-        if self._digests is not None:
-            self._digests[-1].let_go()
-            self._digests = (self._digests[0], [], *self._digests[2:])
+        self._let_go_of_digests()
         self._leaves = _kept(self._leaves)
         self._sources = {
             rank: replace(
@@ -187,6 +186,16 @@ class Planner:
             )
             for rank, known in self._sources.items()
         }
+
+    def forget_tensors(self) -> None:
+        """Drops all that holds a tensor of the state; the plan stays."""
+        self._leaves, self._sources, self._one_of_each = [], {}, ([], {})
+        self._let_go_of_digests()
+
+    def _let_go_of_digests(self) -> None:
+        if self._digests is not None:
+            self._digests[-1].let_go()
+            self._digests = (self._digests[0], [], *self._digests[2:])
 
     def _make(self, flat: Flat) -> Plan:
         assert self._agreement is not None

@@ -209,6 +209,12 @@ class Session:
         self.verdicts.vote(save, number, to_store, None, None)
         self.planner.must_compare = True
 
+    def forget_tensors(self) -> None:
+        """Keeps no tensor of the state. Main thread, while nothing is copied."""
+        self.stager.forget_tensors()
+        self.planner.forget_tensors()
+        self.memo = Memo()
+
     def header_of(self, save: SaveId, number: int, plan: Plan) -> SlotHeader:
         """Of a slot that is filled now, without documents."""
         self._sequence += 2

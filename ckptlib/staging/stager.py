@@ -268,6 +268,10 @@ class Stager:
         self._on_sealed(staging)
         staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
 
+    def forget_tensors(self) -> None:
+        """The next snapshot looks up all that it copies."""
+        self._known.clear()
+
     def close(self) -> None:
         """Waits for what is under way."""
         self.fail_left()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from onerank import Root, bits, opened
 from test_memo import CHANGES, State, make_state, weight
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptlib
 from ckptlib import PerRank
@@ -164,3 +165,38 @@ def test_construction_keeps_nothing_that_was_made_for_it(tmp_path: Path) -> None
         assert [made() for made in clones.given] == [None]
         ckpt.save(1)
     assert len(clones.given) == 2
+
+
+def test_memory_that_a_state_has_left_is_free(tmp_path: Path) -> None:
+    """Of a program that moves its state elsewhere between two saves, once it has said so."""
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512))
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optim": optimizer, "plain": [torch.ones(50_000)]}
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 512)).sum().backward()
+        optimizer.step()
+
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1) as ckpt:
+        for step in range(1, 4):
+            train()
+            ckpt.after_step(step)
+            ckpt.pending.wait_committed(60)  # type: ignore[union-attr]
+        ckpt.drain()
+        left = []
+        for tensor in [*model.parameters(), *model.buffers(), state["plain"][0]]:  # type: ignore[index]
+            left.append(StorageWeakRef(tensor.untyped_storage()))
+            tensor.data = tensor.data.clone()
+        for moments in optimizer.state.values():
+            left += [StorageWeakRef(moment.untyped_storage()) for moment in moments.values()]
+            moments |= {name: moment.clone() for name, moment in moments.items()}
+        del tensor
+        gc.collect()
+        assert [ref.expired() for ref in left] == [True] * len(left)
+        train()
+        ckpt.after_step(4)
+    expected = data_of(state)
+    overwrite(state)
+    ckptlib.load(tmp_path / "root", state, 4)
+    assert data_of(state) == expected
