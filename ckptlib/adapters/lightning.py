@@ -8,15 +8,12 @@ change is written once, however many files (`last.ckpt`, the best ones) have it.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,13 +23,14 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
 from ckptlib import api
+from ckptlib.adapters import step_files
 from ckptlib.adapters.lightning_callback import CkptlibCallback as CkptlibCallback
 from ckptlib.adapters.plain_tree import PlainTree
-from ckptlib.adapters.step_folders import flush
+from ckptlib.adapters.step_files import named_beside, root_of, save_at
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop, sweep
-from ckptlib.errors import CkptError, FormatError, SaveFailed
-from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.errors import CkptError, SaveFailed
+from ckptlib.format.keys import SaveId
 from ckptlib.jobs import JobFutures, at_exit
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
@@ -45,21 +43,17 @@ from ckptlib.stores import open_store
 
 log = logging.getLogger(__name__)
 
-ROOT = "ckptlib"
-"""The directory of the root, beside the files that name its steps."""
-
 KEPT = Keep(last=10**9, grace=2 * SAVE_DEADLINE)
 """Lightning says which steps are removed."""
 
 POLL_S = 0.1
-MOST = 4096
-"""Bytes of a file that names a step."""
 
 
 class _Saving(NamedTuple):
     publisher: JobFutures
     pending: Pending
-    published: Future[None]
+    published: Future[SaveId | None]
+    """The step that the file named before."""
     known: threading.Event
     """Set once somebody has heard what became of the save."""
 
@@ -88,6 +82,8 @@ class CkptlibCheckpointIO(CheckpointIO):
     """By path. Another Trainer may load what the last one has just saved."""
     _removing: ClassVar[dict[str, _Removal]] = {}
     """By path."""
+    _ending: ClassVar[bool] = False
+    """Whether the program ends: Python begins no thread any more, and a removal needs some."""
 
     def __init__(
         self,
@@ -111,10 +107,11 @@ class CkptlibCheckpointIO(CheckpointIO):
                 "CkptlibCheckpointIO takes no storage_options for one checkpoint: all of a directory are in one root; "
                 "pass them as CkptlibCheckpointIO(storage_options=...)"
             )
-        self._settle()
         where = str(path)
+        unseen = self._unseen(where)
+        self._settle()
         self._finish(where)
-        root = _root_of(where)
+        root = root_of(where)
         step = self._next_step(root)
         state = {"checkpoint": PlainTree(checkpoint)}
         pending = api.save_async(
@@ -124,6 +121,15 @@ class CkptlibCheckpointIO(CheckpointIO):
         publisher, known = self._thread(), threading.Event()
         published = publisher.submit(self._publish, where, root, pending.save, known)
         self._saving[where] = _Saving(publisher, pending, published, known)
+        if unseen is not None and unseen.published.result() is None and _may_rank(checkpoint, where):
+            log.warning(
+                "%s is saved to again, and its file was not there yet when ModelCheckpoint looked for a free name: it "
+                "may have forgotten the first one. Its step %d stays in %s; have the names differ, as by {step}, or "
+                "use CkptlibCheckpointIO(asynchronous=False)",
+                *(where, unseen.pending.step, root),
+            )
+        else:
+            publisher.submit(self._drop_replaced, where, published)
         if not self._asynchronous:
             self._finish(where)
 
@@ -150,7 +156,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         def load() -> dict[str, Any]:
             if place != where:
                 raise ValueError(f"{where}: rank 0 loads {place}; all ranks have to load the same checkpoint")
-            found: dict[str, Any] = read(_root_of(where), step=step, storage_options=self._options)["checkpoint"]
+            found: dict[str, Any] = read(root_of(where), step=step, storage_options=self._options)["checkpoint"]
             return found
 
         checkpoint = together_at_length(group, what, load)
@@ -160,7 +166,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         """The step at a path, once it is saved, and the path; empty where there is no file."""
         self._finish(where)
         try:
-            return f"{_save_at(where)} {where}".encode()
+            return f"{save_at(where)} {where}".encode()
         except FileNotFoundError:
             return b""
 
@@ -179,7 +185,7 @@ class CkptlibCheckpointIO(CheckpointIO):
             done = self._thread().submit(self._remove_behind, where, published)
             self._removing[where] = _Removal(behind, done)
 
-    def _remove_behind(self, where: str, published: list[Future[None]]) -> None:
+    def _remove_behind(self, where: str, published: list[Future[SaveId | None]]) -> None:
         """On the thread that has published them; those of other Trainers end at their own deadlines."""
         wait(published)
         if any(saved.cancelled() or saved.exception() is not None for saved in published):
@@ -191,11 +197,27 @@ class CkptlibCheckpointIO(CheckpointIO):
         fs = get_filesystem(where)
         if not fs.exists(where):
             return
-        save = _save_at(where)
+        save = save_at(where)
         fs.rm(where)
-        if save in _named_beside(where):
+        self._drop(where, save)
+
+    def _drop_replaced(self, where: str, published: Future[SaveId | None]) -> None:
+        """The step that the file named before. On the thread that has published it."""
+        if self._ending or published.cancelled() or published.exception() is not None:
             return
-        with open_store(_root_of(where), self._options) as store:
+        replaced = published.result()
+        if replaced is None:
+            return
+        try:
+            self._drop(where, replaced)
+        except (CkptError, OSError, ValueError) as error:  # it only takes room
+            log.warning("%s: step %d, which it named before, is left: %s", where, replaced.step, error)
+
+    def _drop(self, where: str, save: SaveId) -> None:
+        """A step that the file at a path names no more; none that another file beside names."""
+        if save in named_beside(where):
+            return
+        with open_store(root_of(where), self._options) as store:
             catalog = Catalog(store)
             drop(catalog, save)
             sweep(catalog, KEPT, None)
@@ -227,6 +249,11 @@ class CkptlibCheckpointIO(CheckpointIO):
             self._publisher = JobFutures("lightning")
             at_exit(_finish_all)
         return self._publisher
+
+    def _unseen(self, where: str) -> _Saving | None:
+        """The save to a path whose file Lightning, which has just chosen the path, may not have found there."""
+        saving = self._saving.get(where)
+        return None if saving is None or saving.published.done() or where in self._removing else saving
 
     def _settle(self) -> None:
         """Raises the error of a save or removal that failed; forgets those that are done."""
@@ -262,8 +289,11 @@ class CkptlibCheckpointIO(CheckpointIO):
             errors.append(removal.done.exception())
         return next(filter(None, errors), None)
 
-    def _publish(self, where: str, root: str, save: SaveId, known: threading.Event) -> None:
-        """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
+    def _publish(self, where: str, root: str, save: SaveId, known: threading.Event) -> SaveId | None:
+        """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody.
+
+        Returns the step that the file named before.
+        """
         deadline, over = time.monotonic() + SAVE_DEADLINE / timedelta(seconds=1), False
         with open_store(root, self._options) as store:
             catalog = Catalog(store)
@@ -271,17 +301,7 @@ class CkptlibCheckpointIO(CheckpointIO):
                 if over:
                     raise SaveFailed(f"{where}: step {save.step} of {root} was not committed, or is gone again")
                 over = known.wait(POLL_S) or time.monotonic() > deadline
-        fs = get_filesystem(where)
-        text = json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n"
-        partial = f"{where}.{save.step}.part"
-        with fs.open(partial, "w") as file:
-            file.write(text)
-        is_local = "://" not in where
-        if is_local:
-            flush(Path(partial))
-        fs.mv(partial, where)
-        if is_local:
-            flush(Path(where).parent)
+        return step_files.write(where, save)
 
     def _next_step(self, root: str) -> int:
         if root not in self._steps:
@@ -297,10 +317,8 @@ class CkptlibCheckpointIO(CheckpointIO):
 
 
 def _finish_all() -> None:
-    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it.
-
-    Python begins no thread by now, and a removal needs some.
-    """
+    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it."""
+    CkptlibCheckpointIO._ending = True
     for where, removal in CkptlibCheckpointIO._removing.items():
         if removal.done.cancel():
             log.warning("%s stays: the program ended before it was removed; call teardown", where)
@@ -316,6 +334,14 @@ def _raise_first(errors: Iterable[BaseException | None]) -> None:
             raise error
 
 
+def _may_rank(checkpoint: dict[str, Any], where: str) -> bool:
+    """Whether a ModelCheckpoint keeps this file by its score. Weights alone do not tell; Fabric has none."""
+    if "callbacks" not in checkpoint:
+        return "pytorch-lightning_version" in checkpoint
+    states = [state for state in checkpoint["callbacks"].values() if isinstance(state, dict)]
+    return any(where in state.get("best_k_models", ()) for state in states)
+
+
 def _moved(node: Any, location: Any) -> Any:
     """As torch.load's `map_location`."""
     if isinstance(node, torch.Tensor):
@@ -329,37 +355,3 @@ def _moved(node: Any, location: Any) -> Any:
             moved[key] = _moved(value, location)
         return moved
     return type(node)(_moved(value, location) for value in node) if type(node) in (list, tuple) else node
-
-
-def _root_of(where: str) -> str:
-    scheme, found, rest = where.rpartition("://")
-    return f"{scheme}{found}{PurePosixPath(rest).parent / ROOT}"
-
-
-def _named_beside(where: str) -> set[SaveId]:
-    """The steps that files of the same directory name."""
-    fs, found = get_filesystem(where), set()
-    for entry in fs.ls(where.rpartition("/")[0] or ".", detail=True):
-        if entry["type"] != "directory" and (entry["size"] or 0) <= MOST:
-            with suppress(FormatError, FileNotFoundError):  # another file, or one that has just been removed
-                found.add(_save_at(entry["name"]))
-    return found
-
-
-def _save_at(where: str) -> SaveId:
-    """The step that a file names."""
-    fs = get_filesystem(where)
-    if not fs.exists(where):
-        raise FileNotFoundError(where)
-    with fs.open(where, "rb") as file:
-        data = file.read(MOST)
-    try:
-        found = json.loads(data)
-        if found["ckptlib"] != ROOT:
-            raise ValueError(found["ckptlib"])
-        return parse_save(found["step"])
-    except (FormatError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(
-            f"{where}: expected a line of JSON that names a step, as CkptlibCheckpointIO writes it, got {data[:40]!r}; "
-            "a file that Lightning wrote itself loads without the plugin"
-        ) from error

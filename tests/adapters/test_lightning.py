@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +24,9 @@ from launch import environment, fork_one, fork_ranks
 from places import ROOT, WORKERS
 
 import ckptlib
+from ckptlib.adapters import lightning
 from ckptlib.adapters.lightning import CkptlibCheckpointIO
+from ckptlib.saving.pending import Pending
 
 
 @pytest.fixture
@@ -92,10 +94,63 @@ def test_what_goes_in_comes_out(io: CkptlibCheckpointIO, tmp_path: Path) -> None
 
 
 def test_a_path_is_saved_to_again(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    """Only the last step stays, and one of which somebody has a copy."""
     for n in range(4):
         io.save_checkpoint(checkpoint(n), tmp_path / "last.ckpt")
+        if n == 1:
+            io.teardown()
+            shutil.copy(tmp_path / "last.ckpt", tmp_path / "copy.ckpt")
     assert same(io.load_checkpoint(str(tmp_path / "last.ckpt")), checkpoint(3))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckptlib", "last.ckpt"]
+    io.teardown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckptlib", "copy.ckpt", "last.ckpt"]
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [1, 3]
+    assert same(io.load_checkpoint(tmp_path / "copy.ckpt"), checkpoint(1))
+
+
+def test_a_step_that_cannot_be_dropped_only_takes_room(
+    io: CkptlibCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io.save_checkpoint(checkpoint(0), tmp_path / "last.ckpt")
+    io.teardown()
+    (tmp_path / "ckptlib" / "trash").write_text("in the way of what is put there")
+    io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
+    io.teardown()
+    assert "last.ckpt: step 0, which it named before, is left" in caplog.text
+    assert same(io.load_checkpoint(tmp_path / "last.ckpt"), checkpoint(1))
+
+
+@pytest.mark.parametrize(
+    ("told", "stays"),
+    [
+        (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {path: torch.tensor(0.5)}}}}, True),
+        (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {}, "last_model_path": path}}}, False),
+        (lambda path: {"pytorch-lightning_version": "2.6.6"}, True),  # weights alone do not tell
+        (lambda path: {}, False),  # Fabric's: its user has chosen the name
+    ],
+    ids=["ranked", "last", "weights", "Fabric"],
+)
+def test_saved_to_again_before_the_file_was_there(
+    io: CkptlibCheckpointIO,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    told: Callable[[str], dict[str, Any]],
+    stays: bool,
+) -> None:
+    """Where ModelCheckpoint had seen it, it would have chosen 2-v1.ckpt, and have kept both."""
+    path, committed = str(tmp_path / "2.ckpt"), Pending.wait_committed
+    with slow_second_save(io, tmp_path) as writers:
+
+        def woken(pending: Pending) -> None:
+            os.kill(writers[0], signal.SIGCONT)
+            committed(pending)
+
+        monkeypatch.setattr(Pending, "wait_committed", woken)
+        io.save_checkpoint({"n": 3, **told(path)}, path)
+    io.teardown()
+    assert io.load_checkpoint(path)["n"] == 3
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == ([0, 1, 2] if stays else [0, 2])
+    assert ("2.ckpt is saved to again" in caplog.text) == ("step 1 stays" in caplog.text) == stays
 
 
 def test_saves_again_behind_a_teardown(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
@@ -192,6 +247,21 @@ def test_a_job_that_ends_as_a_checkpoint_is_replaced(tmp_path: Path, how: str, c
     assert ("1.ckpt stays" in log.read_text()) == (how == "ends")
     for name in there[:-1]:
         assert CkptlibCheckpointIO().load_checkpoint(run / name)["n"] == int(name[0])
+
+
+def test_what_is_replaced_as_the_program_ends_stays(
+    io: CkptlibCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no threads any more by which a step could be dropped."""
+    monkeypatch.setattr(CkptlibCheckpointIO, "_ending", False)
+    with slow_second_save(io, tmp_path) as writers:
+        shutil.copy(tmp_path / "1.ckpt", tmp_path / "2.ckpt")  # as if from an earlier program
+        (tmp_path / "1.ckpt").unlink()
+        os.kill(writers[0], signal.SIGCONT)
+        lightning._finish_all()
+    io.teardown()
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [0, 1]
+    assert io.load_checkpoint(tmp_path / "2.ckpt")["epoch"] == 2
 
 
 def test_a_file_is_flushed_before_it_gets_its_name(

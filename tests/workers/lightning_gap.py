@@ -16,7 +16,8 @@ import torch
 from helpers.registry import session_at
 from helpers.writers import stop
 
-from ckptlib.adapters.lightning import ROOT, CkptlibCheckpointIO
+from ckptlib.adapters.lightning import CkptlibCheckpointIO
+from ckptlib.adapters.step_files import ROOT
 
 
 def main(directory: Path, how: str) -> None:
