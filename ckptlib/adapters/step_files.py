@@ -52,7 +52,7 @@ def named_beside(where: str) -> set[SaveId]:
     for entry in fs.ls(where.rpartition("/")[0] or ".", detail=True):
         if entry["type"] != "directory" and (entry["size"] or 0) <= MOST:
             with suppress(FormatError, FileNotFoundError):  # another file, or one that has just been removed
-                found.add(save_at(entry["name"]))
+                found.add(save_at(fs.unstrip_protocol(entry["name"])))
     return found
 
 

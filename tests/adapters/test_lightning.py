@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,9 @@ from launch import environment, fork_one, fork_ranks
 from places import ROOT, WORKERS
 
 import ckptlib
-from ckptlib.adapters import lightning
+from ckptlib.adapters import lightning, step_files
 from ckptlib.adapters.lightning import CkptlibCheckpointIO
+from ckptlib.format.keys import parse_save
 from ckptlib.saving.pending import Pending
 
 
@@ -296,6 +298,14 @@ def test_a_file_that_somebody_keeps_under_another_name(io: CkptlibCheckpointIO, 
     assert same(io.load_checkpoint(best), checkpoint(0))
     io.remove_checkpoint(best)
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [1]
+
+
+def test_files_beside_are_found_where_paths_are_urls() -> None:
+    """A bucket lists names without the scheme."""
+    directory = f"memory://{uuid.uuid4().hex}"
+    save = parse_save("000000000003-000001-aaaaaaaa")
+    step_files.write(f"{directory}/copy.ckpt", save)
+    assert step_files.named_beside(f"{directory}/first.ckpt") == {save}
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
