@@ -191,6 +191,8 @@ class CkptlibCallback(Checkpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Waits for nothing: another process finishes what is under way."""
+        if self._loaded is not None:
+            self._loaded.let_go()
         self._let_go(exception)
         for number, handler in self._handlers.items():  # else Lightning would put back what was there as it began
             if trainer._signal_connector._original_handlers.get(number) == handler:

@@ -22,6 +22,8 @@ IN_OBJECTS = ("optimizer_states", "lr_schedulers")
 
 WEIGHTS = "state_dict"
 LOADERS = "combined_loader"
+RESTORE = "_restore_modules_and_callbacks"
+"""The method of Lightning by which strategies that load a file when all is set up do so."""
 
 
 class LightningState:
@@ -57,6 +59,8 @@ class LightningState:
         if self._begins_epoch:  # steps are told in the next one: Lightning goes on within an epoch, or behind one
             for progress in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
                 progress.update(dict.fromkeys(("ready", "started", "completed"), progress["processed"]))
+        if self._trainer.strategy.restore_checkpoint_after_setup:
+            vars(connector)[RESTORE] = self._restored
         connector._loaded_checkpoint = checkpoint
         try:
             connector.restore_datamodule()
@@ -66,6 +70,14 @@ class LightningState:
             connector.restore_loops()
         finally:
             connector._loaded_checkpoint = {}
+
+    def _restored(self, *_: object) -> None:
+        """In place of Lightning's own, which would load what `ckpt_path` says behind on_fit_start. Called once."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Has Lightning load files again."""
+        vars(self._trainer._checkpoint_connector).pop(RESTORE, None)
 
     def place_data(self) -> None:
         """Has the data loaders go on where they were, and the loops begin the next epoch if that was the end of one.

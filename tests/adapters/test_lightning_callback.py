@@ -153,10 +153,14 @@ def test_epochs_of_different_lengths(
     assert (told in caplog.text) == ("drop_last=True" in caplog.text) == warns
 
 
-def test_goes_on_from_a_file_of_lightning(tmp_path: Path) -> None:
-    """Where the root has no step; later the root's own steps come first."""
+@pytest.mark.parametrize("after_setup", [False, True])
+def test_goes_on_from_a_file_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_setup: bool) -> None:
+    """Where the root has no step; later the root's own steps come first. Some strategies load the file when all is set
+    up, behind the callback's hook."""
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
+    monkeypatch.setattr(SingleDeviceStrategy, "restore_checkpoint_after_setup", after_setup)
     saves = ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=8, save_top_k=-1, filename="{step}")
     theirs = tmp_path / "theirs" / "step=8.ckpt"
     with pytest.raises(RuntimeError, match="as asked"):
@@ -169,6 +173,31 @@ def test_goes_on_from_a_file_of_lightning(tmp_path: Path) -> None:
     again = here(tmp_path / "ours", 16, **{"from": str(theirs)})
     assert [hook for hook in again["hooks"] if hook.startswith("batch")] == ["batch 2 14", "batch 3 15"]
     assert whole["step"] == STEPS
+
+
+def test_a_trainer_whose_fit_failed_as_it_began_loads_files_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root's step came first in that `fit` alone."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    trainers = []
+
+    def fail(model: Any) -> None:
+        trainers.append(model.trainer)
+        if model.trainer.global_step:
+            raise RuntimeError("as asked")
+
+    saves = ModelCheckpoint(tmp_path, filename="theirs")
+    monkeypatch.setattr(SingleDeviceStrategy, "restore_checkpoint_after_setup", True)
+    monkeypatch.setattr(lightning_callback_job.Model, "on_fit_start", fail)
+    end = here(tmp_path, 2, also=[saves])
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(tmp_path, 2)
+    model = lightning_callback_job.Model(manual=False)
+    trainers[-1].validate(model, lightning_callback_job.Data(8, "stateful", 0, False), saves.best_model_path)
+    assert same(dict(model.state_dict()), dict(end["model"]))
 
 
 def test_objects_are_refused_by_name_before_the_training(tmp_path: Path) -> None:
