@@ -25,6 +25,7 @@ class Owner:
     def __init__(self, url: str) -> None:
         self._url = url
         self._pid = os.getpid()
+        self._holds = True
         _open[url] += 1
 
     @property
@@ -38,7 +39,10 @@ class Owner:
             raise _forked(self._url, self._pid)
 
     def let_go(self) -> None:
-        _open[self._url] -= 1
+        """Once is enough; more often changes nothing."""
+        if self._holds:
+            self._holds = False
+            _open[self._url] -= 1
 
 
 def check_root(url: str) -> None:
