@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -77,7 +78,23 @@ class Session:
         self.settings = settings
         self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
-        self.store = BoundedStore(open_store(settings.url, settings.options), settings.timeout.total_seconds() / 2)
+        with ExitStack() as opened:  # who catches what is raised here may go on, and open another one
+            opened.callback(self.group.close)
+            opened.callback(self.stopwatch.let_go)
+            self.store = BoundedStore(open_store(settings.url, settings.options), settings.timeout.total_seconds() / 2)
+            opened.callback(self.store.close)
+            self._open_root(kind)
+            self.snapshots, self.writer, self.link = open_memory(
+                settings, self.group, self.over, self.lineage, self.stopwatch
+            )
+            opened.callback(self.snapshots.close, clean=False)
+            opened.callback(self.writer.leave)  # it has no order yet, so nothing is lost with it
+            self._assemble(on_event)
+            opened.pop_all()
+
+    def _open_root(self, kind: Callable[[], str]) -> None:
+        """What needs the store alone. Collective."""
+        settings = self.settings
         self.catalog = Catalog(self.store)
         what = f"opening {self.store.url}"  # one dry run for all ranks; each reads the root's document after it
         together(self.group, what, lambda: probe(self.store) if self.group.rank == 0 else None)
@@ -102,16 +119,6 @@ class Session:
             together(self.group, f"opening {local.path}", lambda: open_disk(str(local.path), self.root, seen))
         self.lineage.at_once = local is not None
         self.lineage.placement = None if peers is None else agree_placement(self.group, peers, kind)
-        self.snapshots, self.writer, self.link = open_memory(
-            settings, self.group, self.over, self.lineage, self.stopwatch
-        )
-        try:
-            self._assemble(on_event)
-        except BaseException:  # the writer has no order yet, so nothing is lost with it
-            self.writer.leave()
-            self.snapshots.close(clean=False)
-            self.store.close()
-            raise
 
     def _assemble(self, on_event: Callable[[Event], object] | None) -> None:
         """What needs the slots and the writer. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ from helpers.refused import refused_pwrite
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
 
 import ckptlib
-from ckptlib.errors import AgreementFailed, NoRoom, SaveFailed, UnsupportedState
+from ckptlib.errors import AgreementFailed, CkptError, NoRoom, SaveFailed, UnsupportedState
 from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import WHOLE_EVERY
 from ckptlib.stores.testing import write_plan
@@ -174,6 +175,27 @@ def no_room_on_one_rank(url: Path) -> None:
     found = torch.zeros(3)
     ckptlib.load(url, {"w": found}, strict=False)
     assert torch.equal(found, state["w"])
+
+
+def openings_that_fail(url: Path) -> None:
+    """Who catches that, and tries again until it works, has no file of memory left from any of them."""
+    url.with_suffix(".file").touch()
+    state, before = {"w": torch.zeros(3)}, memory_files()
+    for root, options in [
+        (url.with_suffix(".file") / "run", {}),
+        (url, {"local": url.with_suffix(".disk")} if rank() else {}),
+        (url, {"keep": ckptlib.Keep(grace=timedelta(0))}),
+    ]:
+        with pytest.raises((CkptError, ValueError)):
+            checkpointer(root, state, **options)
+    assert memory_files() == before
+
+
+def memory_files() -> list[str]:
+    """That this process has open, by the names that ckptlib gives them."""
+    gc.collect()  # errors hold the frames that they came through
+    links = (Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+    return sorted(name for link in links if link.is_symlink() and "memfd:ckptlib" in (name := os.readlink(link)))
 
 
 def a_slot_that_one_rank_cannot_write(url: Path) -> None:
