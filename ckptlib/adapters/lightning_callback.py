@@ -21,7 +21,7 @@ from ckptlib.data.loader import ResumableLoader
 from ckptlib.data.sampler import ResumableSampler
 from ckptlib.errors import Preempted
 from ckptlib.policy.keep import Keep
-from ckptlib.policy.stop_signal import TOLD_BY
+from ckptlib.policy.stop_signal import TOLD_BY, handler
 from ckptlib.policy.when import When
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,9 @@ class CkptlibCallback(Checkpoint):
         """All is set up by now, wrapped and on its device; no data loader has begun."""
         self._close()
         state = LightningState(trainer)
-        before = {number: signal.getsignal(number) for number in TOLD_BY}
         self._checkpointer = Checkpointer(self._url, state.objects, **self._options)
-        now = {number: signal.getsignal(number) for number in TOLD_BY}
-        self._handlers = {number: now[number] for number in TOLD_BY if now[number] != before[number]}
+        own = handler()
+        self._handlers = {} if own is None else {n: own for n in TOLD_BY if signal.getsignal(n) == own}
         report = self._checkpointer.restore()
         self._step, self._global_step = report.step, 0
         self._loaded = None if report.save is None else state
@@ -90,8 +89,8 @@ class CkptlibCallback(Checkpoint):
         """Data loaders have begun by now."""
         if self._checkpointer is None:
             return
-        for number, handler in self._handlers.items():  # Lightning's would end one rank alone
-            signal.signal(number, handler)
+        for number, own in self._handlers.items():  # Lightning's would end one rank alone
+            signal.signal(number, own)
         if self._step == 0:  # from a file of Lightning's, maybe
             self._step = self._global_step = trainer.global_step
         if self._loaded is not None:
@@ -194,8 +193,10 @@ class CkptlibCallback(Checkpoint):
         if self._loaded is not None:
             self._loaded.let_go()
         self._let_go(exception)
-        for number, handler in self._handlers.items():  # else Lightning would put back what was there as it began
-            if trainer._signal_connector._original_handlers.get(number) == handler:
+        if handler() is not None:  # another Checkpointer is open
+            return
+        for number, own in self._handlers.items():  # else Lightning would put back what was there as it began
+            if trainer._signal_connector._original_handlers.get(number) == own:
                 trainer._signal_connector._original_handlers[number] = signal.SIG_DFL
 
     def _close(self) -> None:

@@ -34,6 +34,8 @@ STATUS = 128 + signal.SIGTERM
 class StopSignal:
     """Notes SIGTERM and SIGUSR1, where nobody else handles them; one more SIGTERM kills as ever, but not at once.
 
+    One per Checkpointer. All that are open in a process note each signal, and none that is dropped.
+
     Whoever installs a handler later has the signals from then on, and keeps it; it may call this one.
 
     A scheduler that signals all processes reaches a rank twice, since its launcher passes the signal on.
@@ -46,14 +48,13 @@ class StopSignal:
     def __init__(self, alone: bool = False) -> None:
         """`alone`: there are no other ranks, so what keeps the main thread has an end, and there is no such thread."""
         self.wanted = False
-        self._alone = alone
-        self._terminated_at: float | None = None
+        self.alone = alone
+        self.terminated_at: float | None = None
         """When the first SIGTERM came."""
-        self._handled: list[int] = []
-        """Signals whose handler this was; it may be so again, when another one puts back what it had found."""
-        self._watch: _Watch | None = None
-        self._removed = False
-        """Whether signals are to do what they do by default, though they may still come here."""
+        self.removed = False
+        """Whether signals are to do what they do by default, unless another one is open."""
+        self._busy = False
+        self._heeded = False
         try:
             self._install()
         except BaseException:
@@ -62,97 +63,129 @@ class StopSignal:
 
     def _install(self) -> None:
         if _on_main():
-            for stop in list(_installed):
-                if stop._removed:
-                    stop.remove()
-            for number in TOLD_BY:
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    self._handled.append(number)
-                    signal.signal(number, self._note)
-        if signal.SIGTERM in self._handled and not self._alone:
-            self._watch = _Watch(self._is_told)
-            if not self._watch.begin():
-                self._watch = None
-        if self._handled:
-            _installed.add(self)
+            _handler.add(self)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._removed:
-            _do_as_by_default(number)
-            return
+    def note(self, number: int) -> bool:
+        """Of a signal that has come. Returns whether it is to do what it does by default, as far as this one knows."""
         self.wanted = True
         if number != signal.SIGTERM:
-            return
+            return False
         now = time.monotonic()
-        if self._terminated_at is None:
-            self._terminated_at = now
-        elif now - self._terminated_at > SAME_NOTICE_S:
-            _do_as_by_default(signal.SIGTERM)
-
-    def _is_told(self) -> bool:
-        """Whether SIGTERM comes here, or has come: else whoever has installed a handler since has it to himself."""
-        return self._terminated_at is not None or signal.getsignal(signal.SIGTERM) == self._note
+        if self.terminated_at is None:
+            self.terminated_at = now
+            return False
+        return now - self.terminated_at > SAME_NOTICE_S
 
     def note_step(self) -> None:
         """A step of the training is done."""
-        if self._watch is not None:
-            self._watch.note_step()
+        _handler.note_step()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Within, a main thread that stands still is not left: it waits for the state at hand to be saved, and that
         ends."""
-        if self._watch is not None:
-            self._watch.busy = True
+        self._busy = True
         try:
             yield
         finally:
-            if self._watch is not None:
-                self._watch.busy = False
+            self._busy = False
 
     def heed(self) -> None:
         """The job stops now, or has come to its end: whatever it waits for is its own affair."""
-        if self._watch is not None:
-            self._watch.heeded.set()
+        self._heeded = True
+
+    @property
+    def may_stand_still(self) -> bool:
+        """Whether the main thread may, just now."""
+        return self._busy or self._heeded
 
     def remove(self) -> None:
-        """Signals do again what they do by default. Only the main thread may change that; called in another one, it is
-        done as the next signal comes."""
-        self._removed = True
-        if not _on_main():
-            self.heed()
-            return
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.end()
-        self._restore()
+        """Signals do again what they do by default, unless another one is open. Only the main thread may change that;
+        called in another one, it is done as the next signal comes."""
+        self.removed = True
+        if _on_main():
+            _handler.tidy()
+
+
+class _Handler:
+    """Of this process: has the signals, for all StopSignals that are open, and the thread that watches for them."""
+
+    def __init__(self) -> None:
+        self._added: tuple[weakref.ref[StopSignal], ...] = ()
+        """Replaced as a whole, by the main thread: a signal may come meanwhile, and the watch reads it, too."""
+        self._watch: _Watch | None = None
+
+    @property
+    def open(self) -> list[StopSignal]:
+        return [stop for added in self._added if (stop := added()) is not None and not stop.removed]
+
+    def add(self, stop: StopSignal) -> None:
+        """On the main thread."""
+        self.tidy()
+        self._added = (*map(weakref.ref, self.open), weakref.ref(stop))
+        for number in TOLD_BY:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self.note)
+        if not stop.alone and self._watch is None and signal.getsignal(signal.SIGTERM) == self.note:
+            self._watch = _Watch(self._is_told, self._may_stand_still)
+            if not self._watch.begin():
+                self._watch = None
+
+    def tidy(self) -> None:
+        """Ends what no open one needs. They may have been dropped, or removed by another thread. On the main thread."""
+        if all(stop.alone for stop in self.open):
+            watch, self._watch = self._watch, None
+            if watch is not None:
+                watch.end()
+        if not self.open:
+            self._restore()
 
     def forget(self) -> None:
-        """In a forked child: as `remove`."""
+        """In a forked child: as if all were removed."""
+        self._added = ()
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.forget()
         self._restore()
 
     def _restore(self) -> None:
-        for number in self._handled:
-            if signal.getsignal(number) == self._note:  # else it is another's by now
+        for number in TOLD_BY:
+            if signal.getsignal(number) == self.note:  # else it is another's by now
                 signal.signal(number, signal.SIG_DFL)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler. Where none is open, signals do what they do by default."""
+        told = [stop.note(number) for stop in self.open]
+        if all(told):
+            _do_as_by_default(number)
+
+    def note_step(self) -> None:
+        """Whoever does steps is not left, whichever Checkpointer is told of them."""
+        if self._watch is not None:
+            self._watch.note_step()
+
+    def _is_told(self) -> bool:
+        """Whether SIGTERM comes here, or has come: else whoever has installed a handler since has it to himself."""
+        watched = [stop for stop in self.open if not stop.alone]
+        has_signal = signal.getsignal(signal.SIGTERM) == self.note
+        return any(has_signal or stop.terminated_at is not None for stop in watched)
+
+    def _may_stand_still(self) -> bool:
+        """What it waits for may be what one of them waits for."""
+        return any(stop.may_stand_still for stop in self.open)
 
 
 class _Watch:
     """The thread that is woken by SIGTERM, and leaves where the main thread stands still before it stops."""
 
-    def __init__(self, is_told: Callable[[], bool]) -> None:
-        """`is_told`: whether SIGTERM is for those who begin this, as far as can be known."""
-        self._is_told = is_told
+    def __init__(self, is_told: Callable[[], bool], may_stand_still: Callable[[], bool]) -> None:
+        """`is_told`: whether SIGTERM is for those who begin this, as far as can be known. `may_stand_still`: whether
+        the main thread may, just now."""
+        self._is_told, self._may_stand_still = is_told, may_stand_still
         self._reads, self._writes = -1, -1
         """Ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
         self._thread: threading.Thread | None = None
-        self.heeded = threading.Event()
-        self.busy = False
-        """Whether the main thread may stand still."""
-        self._ended = False
+        self._ended = threading.Event()
         self._since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
 
@@ -177,7 +210,7 @@ class _Watch:
         self._since = now
 
     def _run(self) -> None:
-        while not self._ended:
+        while not self._ended.is_set():
             if signal.SIGTERM in os.read(self._reads, 4096):
                 self._watch_main()
         os.close(self._reads)
@@ -186,9 +219,9 @@ class _Watch:
         patience_s = max(LEFT_ALONE_S, 2 * max(self._recent, default=0.0))
         step, since = self._since, time.monotonic()
         at = step, _main_place()
-        while not self.heeded.wait(LOOK_EVERY_S):
+        while not self._ended.wait(LOOK_EVERY_S):
             before, at = at, (self._since, _main_place())
-            if at != before or self.busy:
+            if at != before or self._may_stand_still():
                 since = time.monotonic()
             stands_still = time.monotonic() - since > patience_s
             if (stands_still or self._since != step) and not self._is_told():
@@ -201,8 +234,7 @@ class _Watch:
         if self._writes < 0:
             return
         self._unhook()
-        self._ended = True
-        self.heeded.set()
+        self._ended.set()
         with suppress(BrokenPipeError, BlockingIOError):  # no one is left to be woken, or the pipe has enough for that
             os.write(self._writes, b"\0")
         os.close(self._writes)
@@ -237,7 +269,13 @@ def _main_place() -> tuple[int, int]:
     return id(frame), frame.f_lasti
 
 
-_installed: weakref.WeakSet[StopSignal] = weakref.WeakSet()
+_handler = _Handler()
+
+
+def handler() -> Callable[[int, FrameType | None], None] | None:
+    """What has the signals for those that are open, for whoever puts handlers back; None where none is open."""
+    return _handler.note if _handler.open else None
+
 
 _masked = threading.local()
 """The forking thread's mask, while there is a fork under way."""
@@ -245,7 +283,7 @@ _masked = threading.local()
 
 def _before_fork() -> None:
     """A signal to the child that came before its handler is gone would be swallowed, or taken for its parent's."""
-    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY if _installed else ())
+    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY if _handler.open else ())
 
 
 def _after_fork() -> None:
@@ -254,8 +292,7 @@ def _after_fork() -> None:
 
 def _in_child() -> None:
     """A forked worker is ended by the first SIGTERM: its pool sends one and waits."""
-    for stop in list(_installed):
-        stop.forget()
+    _handler.forget()
     _after_fork()
 
 

@@ -112,6 +112,17 @@ def test_told_to_stop(tmp_path: Path) -> None:
     assert same(again["model"], end["model"])
 
 
+def test_told_to_stop_beside_another_checkpointer(tmp_path: Path) -> None:
+    """Which still hears signals behind it."""
+    with ckptlib.Checkpointer(tmp_path / "other", {"w": torch.zeros(3)}, every=10**9):
+        before = [signal.getsignal(number) for number in TOLD_BY]
+        with pytest.raises(ckptlib.Preempted):
+            here(tmp_path, at=7, how="term")
+        assert [signal.getsignal(number) for number in TOLD_BY] == before != [signal.SIG_DFL] * 2
+    assert [signal.getsignal(number) for number in TOLD_BY] == [signal.SIG_DFL] * 2
+    assert steps_of(tmp_path)[-1] == 9
+
+
 def test_the_best_steps_stay(tmp_path: Path) -> None:
     """Each has the metrics of its own validation; those between have none, and are not kept for an older one's."""
     keep = {"last": 1, "best": "val_loss", "mode": "min", "num_best": 2}

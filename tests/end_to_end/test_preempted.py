@@ -157,6 +157,29 @@ def test_a_job_that_came_to_its_end_is_done(tmp_path: Path) -> None:
     assert steps(tmp_path) == [8]
 
 
+@pytest.mark.parametrize("first", ["open", "dropped", "closed"])
+def test_the_second_checkpointer_of_a_process_hears_it(tmp_path: Path, first: str) -> None:
+    """Whatever becomes of the first one, as where its training raised, and the program began another."""
+    state = {"w": torch.zeros(3)}
+    made = [ckptlib.Checkpointer(tmp_path / "first", state, every=10**9)]
+
+    def train() -> None:
+        with ckptlib.Checkpointer(tmp_path / "second", state, every=10**9) as ckpt:
+            for step in ckpt.loop(0, 8):
+                if step == 1 and first != "open":
+                    made.pop().close() if first == "closed" else made.clear()
+                if step == 2:
+                    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ckptlib.Preempted):
+        train()
+    for checkpointer in made:
+        checkpointer.close()
+    assert steps(tmp_path / "second") == [4]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_state_that_is_refused_leaves_signals_alone(tmp_path: Path) -> None:
     """Else nobody would hear SIGTERM in a program that catches the error and goes on without checkpoints."""
     with pytest.raises(ckptlib.UnsupportedState):

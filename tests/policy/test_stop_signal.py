@@ -46,12 +46,18 @@ def watched() -> Iterator[tuple[StopSignal, threading.Thread]]:
     stop.remove()
 
 
+def watch() -> stop_signal._Watch:
+    """The only one, while one is there."""
+    found = stop_signal._handler._watch
+    assert found is not None
+    return found
+
+
 def test_a_thread_that_a_signal_has_ended_is_not_woken_once_more(
     watched: tuple[StopSignal, threading.Thread],
 ) -> None:
     stop, thread = watched
-    assert stop._watch is not None
-    stop._watch.heeded = _Ends(thread)
+    watch()._ended = _Ends(thread)
     os.kill(os.getpid(), signal.SIGTERM)
     stop.remove()
     assert not thread.is_alive()
@@ -61,20 +67,19 @@ def test_a_thread_that_a_signal_has_ended_is_not_woken_once_more(
 
 def test_a_pipe_that_is_full_of_signals_wakes_as_well(watched: tuple[StopSignal, threading.Thread]) -> None:
     stop, thread = watched
-    watch = stop._watch
-    assert watch is not None
+    woken = watch()
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
         held.set()
         assert let_go.wait(WAIT_S)
 
-    watch._watch_main = hold  # type: ignore[method-assign]  # as while the main thread goes on for long
+    woken._watch_main = hold  # type: ignore[method-assign]  # as while the main thread goes on for long
     os.kill(os.getpid(), signal.SIGTERM)
     assert held.wait(WAIT_S)
-    assert os.write(watch._writes, bytes([signal.SIGALRM]) * PIPE_NBYTES) < PIPE_NBYTES
+    assert os.write(woken._writes, bytes([signal.SIGALRM]) * PIPE_NBYTES) < PIPE_NBYTES
     with pytest.raises(BlockingIOError):
-        os.write(watch._writes, bytes([signal.SIGALRM]))
+        os.write(woken._writes, bytes([signal.SIGALRM]))
     stop.remove()
     let_go.set()
     thread.join(WAIT_S)
@@ -110,11 +115,12 @@ def run(code: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("ends", [StopSignal.remove, StopSignal.forget])
+@pytest.mark.parametrize("ends", [StopSignal.remove, lambda stop: stop_signal._handler.forget()], ids=["over", "child"])
 def test_a_handler_that_was_installed_later_stays(ends: Callable[[StopSignal], None]) -> None:
     def handler(number: int, frame: object) -> None: ...
 
     stop = StopSignal(alone=True)
+    own = stop_signal.handler()
     before = signal.signal(signal.SIGTERM, handler)
     try:
         ends(stop)
@@ -122,7 +128,7 @@ def test_a_handler_that_was_installed_later_stays(ends: Callable[[StopSignal], N
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert before == stop._note
+    assert before == own
 
 
 def test_a_program_that_handles_the_signal_itself_may_stand_still() -> None:
@@ -222,10 +228,9 @@ def test_the_thread_watches_nobody_who_handles_the_signal_himself(
     watched: tuple[StopSignal, threading.Thread],
 ) -> None:
     stop, _ = watched
-    assert stop._watch is not None
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        watches = threading.Thread(target=stop._watch._watch_main, daemon=True)
+        watches = threading.Thread(target=watch()._watch_main, daemon=True)
         watches.start()
         deadline = time.monotonic() + WAIT_S
         while watches.is_alive() and time.monotonic() < deadline:
@@ -252,9 +257,93 @@ def test_put_back_when_it_is_over_it_does_not_keep_signals_from_the_next_one() -
     over.remove()
     signal.signal(signal.SIGTERM, before)
     stop = StopSignal(alone=True)
-    assert signal.getsignal(signal.SIGTERM) == stop._note
+    assert signal.getsignal(signal.SIGTERM) == stop_signal.handler()
     stop.remove()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# Several in one process
+
+
+def test_each_that_is_open_notes_a_signal() -> None:
+    first, second = StopSignal(alone=True), StopSignal(alone=True)
+    signal.raise_signal(signal.SIGTERM)
+    assert first.wanted
+    assert second.wanted
+    third = StopSignal(alone=True)
+    first.remove()
+    second.remove()
+    assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
+    signal.raise_signal(signal.SIGUSR1)
+    assert third.wanted
+    third.remove()
+    assert [signal.getsignal(number) for number in stop_signal.TOLD_BY] == [signal.SIG_DFL] * 2
+
+
+def test_a_dropped_one_keeps_signals_from_nobody() -> None:
+    code = """if True:
+        import os, signal
+        from ckptlib.policy.stop_signal import StopSignal
+        dropped, stop = StopSignal(), StopSignal()
+        del dropped
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wanted
+        del stop
+        print("dropped", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    assert run(code) == (-signal.SIGTERM, "dropped\n", "")
+
+
+def test_one_that_has_not_been_told_keeps_sigterm_from_killing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one of a training that was told, stopped, and never closed, beside that of the next one."""
+    killed: list[int] = []
+    monkeypatch.setattr(stop_signal, "_do_as_by_default", killed.append)
+    stands = Stands(monkeypatch)
+    first = StopSignal(alone=True)
+    signal.raise_signal(signal.SIGTERM)
+    second = StopSignal(alone=True)
+    for _ in range(2):
+        stands.now += 1.1 * stop_signal.SAME_NOTICE_S
+        assert not killed
+        signal.raise_signal(signal.SIGTERM)
+    assert killed == [signal.SIGTERM]
+    first.remove()
+    second.remove()
+
+
+def test_the_thread_watches_for_all(
+    watched: tuple[StopSignal, threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves nobody as long as one of them does steps, waits for a save, or comes to its end."""
+    first, thread = watched
+    second = StopSignal()
+    stands = Stands(monkeypatch)
+    signal.raise_signal(signal.SIGTERM)
+    stands.wait_for_looks()
+
+    def stand() -> list[int]:
+        stands.now += 1.2 * LEFT_ALONE_S
+        stands.wait_for_looks()
+        return stands.left
+
+    stands.now += 0.8 * LEFT_ALONE_S
+    second.note_step()
+    stands.wait_for_looks()
+    stands.now += 0.8 * LEFT_ALONE_S
+    stands.wait_for_looks()
+    assert not stands.left, "the second does steps"
+    with first.busy():
+        assert not stand()
+    first.heed()
+    assert not stand()
+    first.remove()
+    assert thread.is_alive()
+    assert stand(), "the second is watched still"
+    second.remove()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_interrupted_as_the_thread_is_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
