@@ -216,8 +216,8 @@ class Checkpointer:
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
         previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
-        again if the store lacks it. Call it before the first step and the first save. To go back later, close the
-        Checkpointer and create another one.
+        again if the store lacks it. Call it before the first step and the first save, and once where it saves again. To
+        go back later, close the Checkpointer and create another one.
 
         `strict`, `only`, `map`, `optional`, `device`: see `ckptlib.load`. With `only`, the random generators and all
         else of the state are left as they are, by every restart of a program that says so; nothing is saved again.
@@ -239,6 +239,11 @@ class Checkpointer:
             raise ValueError(
                 "call restore before the first save; to go back to what was saved, close this Checkpointer, and create "
                 "another one"
+            )
+        if (kept := self._steps.last) is not None:  # it may still be written, and this generation would follow itself
+            raise ValueError(
+                f"call restore once: it has saved step {kept.step} again, which the store lacked. The state is that of "
+                "this step; to go back, close this Checkpointer, and create another one"
             )
         part = Part(only, map, optional)
         report, self._generators, marks = restore(self._session, self._state, strict, device, step, part)

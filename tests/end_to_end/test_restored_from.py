@@ -107,6 +107,26 @@ def test_what_memory_alone_had_is_kept_as_its_job_said(tmp_path: Path) -> None:
     assert body_of(manifest)["exempt"] is True
 
 
+def test_a_restore_behind_one_that_saves_again_is_refused(tmp_path: Path) -> None:
+    """The state is left alone, and the job goes on."""
+    job = Job(tmp_path / "root")
+    local: dict[str, Any] = {"local": tmp_path / "disk", "drain": ckptlib.Steps(10**6)}
+    with suppress(KeyboardInterrupt), job.checkpointer(every=1, **local) as ckpt:
+        job.body()
+        ckpt.after_step(1)
+        assert ckpt.pending is not None
+        ckpt.pending.wait_local(WAIT_S)
+        raise KeyboardInterrupt
+    with job.checkpointer(every=10**6, **local) as ckpt:
+        assert ckpt.restore().tier == "local"
+        before = job.bits()
+        with pytest.raises(ValueError, match=r"call restore once: it has saved step 1 again.*create another one"):
+            ckpt.restore()
+        assert job.bits() == before
+        ckpt.after_step(2)
+    assert steps(job.root) == [1]
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_a_restored_step_that_cannot_be_saved_again_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, later: bool
