@@ -58,9 +58,14 @@ class JobThread:
 
     def finish(self) -> None:
         """Waits for all jobs. None may be put after it."""
+        self.leave()
+        if self._thread is not None:
+            self._thread.join()
+
+    def leave(self) -> None:
+        """Waits for nothing: the thread ends behind its last job. None may be put after it."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
 
     def _run(self, jobs: queue.SimpleQueue[Job | None]) -> None:
         while (job := jobs.get()) is not None:
@@ -97,6 +102,10 @@ class JobFutures:
     def finish(self) -> None:
         """Waits for all jobs. None may be submitted after it."""
         self._thread.finish()
+
+    def leave(self) -> None:
+        """Waits for nothing: the thread ends behind its last job. None may be submitted after it."""
+        self._thread.leave()
 
 
 def at_exit(job: Job) -> None:

@@ -21,6 +21,9 @@ from ckptlib.errors import AgreementFailed
 from ckptlib.jobs import Given, JobFutures, Result
 from ckptlib.ranks import incarnation
 
+LATE_S = 5.0
+"""How much later than in time the store may answer, at least: a busy machine is not a store that is gone."""
+
 BY_THE_HOST = ("gloo", "mpi", "fake", "undefined")
 """Backends of torch.distributed that have no links between devices."""
 
@@ -95,9 +98,14 @@ def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:
 
 def _agree(over: dist.ProcessGroup, place: Store, nonce: str, timeout: timedelta) -> str:
     """See `incarnation.agree`. Raises AgreementFailed also where the store is gone, or does not answer."""
+    ranks = dist.get_process_group_ranks(over)
+    return ask_store(timeout, incarnation.agree, place, ranks, over.rank(), nonce, timeout)
+
+
+def ask_store(timeout: timedelta, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    """As `_in_time`. Raises AgreementFailed also where the store is gone."""
     try:
-        ranks = dist.get_process_group_ranks(over)
-        return _in_time(timeout, incarnation.agree, place, ranks, over.rank(), nonce, timeout)
+        return _in_time(timeout, call, *args, **kwargs)
     except RuntimeError as error:
         raise AgreementFailed(f"the store of torch.distributed is gone: {error}") from error
 
@@ -106,17 +114,17 @@ def _in_time(timeout: timedelta, call: Callable[Given, Result], *args: Given.arg
     """What a call returns that has this time-out and asks the store. Raises AgreementFailed where that does not answer.
 
     The store's client waits for an answer for ever. So a thread asks, and is left alone where none comes. It has half
-    the time more: what it raises itself says more.
+    the time more, or LATE_S: what it raises itself says more.
     """
-    asking, limit_s = JobFutures("connecting"), 1.5 * timeout.total_seconds()
+    timeout_s = timeout.total_seconds()
+    asking, limit_s = JobFutures("store"), timeout_s + max(timeout_s / 2, LATE_S)
     result = asking.submit(call, *args, **kwargs)
     try:
         return result.result(limit_s)
     except NotDone as error:
         raise AgreementFailed(f"the store of torch.distributed has not answered within {limit_s:.0f} s") from error
     finally:
-        if result.done():
-            asking.finish()
+        asking.leave()
 
 
 @functools.lru_cache(maxsize=1)

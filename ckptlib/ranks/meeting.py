@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.ranks.connections import shared_by
+from ckptlib.ranks.connections import ask_store, shared_by
 from ckptlib.ranks.group import Group, SoloGroup, TorchGroup
 from ckptlib.ranks.notices import Notices
 
@@ -102,23 +103,41 @@ def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedel
     attended = False
     try:
         shared = shared_by(group, timeout)
+        store = PrefixStore(f"meetings/{place}", shared.store)
+        while not attended:
+            number = shared.meetings[place]
+            shared.meetings[place] += 1
+            attended = _attend_in_time(store, number, group, what, timeout)
     except AgreementFailed as error:
         raise _nobody_came(what, str(error)) from error
-    store = PrefixStore(f"meetings/{place}", shared.store)
-    while not attended:
-        number = shared.meetings[place]
-        shared.meetings[place] += 1
-        attended = _attend(store, number, group, what, timeout)
 
 
-def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta) -> bool:
-    """Whether the meeting takes place; False when it was over before this rank came."""
-    verdict, count = f"{number}/verdict", f"{number}/count"
+def _attend_in_time(store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta) -> bool:
+    """See `_attend`. Raises AgreementFailed also where the store is gone, or does not answer."""
+    left = threading.Event()
+    try:
+        return ask_store(timeout, _attend, store, number, group, what, timeout, left)
+    finally:
+        left.set()
+
+
+def _attend(
+    store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta, left: threading.Event
+) -> bool:
+    """Whether the meeting takes place; False when it was over before this rank came. Raises AgreementFailed.
+
+    `left`: set when this rank waits no longer. Where the store answers after that, the meeting is given up for all.
+    """
+    verdict = f"{number}/verdict"
     if store.check([verdict]):
         return False
-    store.set(f"rank{group.rank()}", f"{number} {what}")
-    if store.add(count, 1) == group.size():
-        store.compare_set(verdict, "", _differing(_came(store, number, group)) or _MET)
+    num_came = 0 if left.is_set() else _come(store, number, group, what)
+    differing = _differing(_came(store, number, group)) if num_came == group.size() else ""
+    if left.is_set():
+        store.compare_set(verdict, "", f"rank {dist.get_rank()} has left: the store had not answered it in time")
+        return False
+    if num_came == group.size():
+        store.compare_set(verdict, "", differing or _MET)
         for key in ("verdict", "count"):  # all have left the one before
             store.delete_key(f"{number - 1}/{key}")
     else:
@@ -132,8 +151,14 @@ def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, time
             store.compare_set(verdict, "", reason)
     found = store.get(verdict).decode()
     if found != _MET:
-        raise _nobody_came(what, found)
+        raise AgreementFailed(found)
     return True
+
+
+def _come(store: Store, number: int, group: dist.ProcessGroup, what: str) -> int:
+    """How many ranks have come to the meeting, with this one."""
+    store.set(f"rank{group.rank()}", f"{number} {what}")
+    return store.add(f"{number}/count", 1)
 
 
 def _nobody_came(what: str, why: str) -> AgreementFailed:

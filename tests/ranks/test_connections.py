@@ -1,19 +1,18 @@
-"""Connections among ranks whose store does not answer, or is gone: an error in time, of ckptlib's own."""
+"""Connections and meetings of ranks whose store does not answer, or is gone: an error in time, of ckptlib's own."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
 from helpers.forkserver import context, start_server
-from launch import be_rank, environment
+from helpers.writers import stop
+from launch import be_rank, environment, fork_ranks
 from places import WORKERS
 
 from ckptlib.errors import AgreementFailed
@@ -22,9 +21,14 @@ from ckptlib.ranks.connections import connect, disconnect
 PATIENCE_S = 150
 
 
+class Server(NamedTuple):
+    process: Any
+    port: int
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Any]:
-    """The process that has the store of this one's process group."""
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A process that has a store."""
     start_server()
     port = tmp_path / "port"
     args = (str(tmp_path / "log"), environment(), WORKERS / "store_server.py", [str(port)])
@@ -34,22 +38,34 @@ def server(tmp_path: Path) -> Iterator[Any]:
     while not port.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield process
+    yield Server(process, int(port.read_text()))
     process.kill()
     process.join()
+
+
+@pytest.fixture
+def stored(server: Server) -> Iterator[Any]:
+    """The process that has the store of this one's process group."""
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield server.process
     dist.destroy_process_group()
 
 
-def test_a_store_that_does_not_answer_or_is_gone(server: Any) -> None:
+def test_a_store_that_does_not_answer_or_is_gone(stored: Any) -> None:
     world = dist.group.WORLD
     assert world is not None
     disconnect(connect(world, timedelta(seconds=PATIENCE_S)))
-    os.kill(server.pid, signal.SIGSTOP)
-    with pytest.raises(AgreementFailed, match=r"the store .* has not answered within 2 s"):
+    stop(stored.pid)
+    with pytest.raises(AgreementFailed, match=r"the store .* has not answered within 6 s"):
         connect(world, timedelta(seconds=1))
-    server.kill()
-    server.join()
+    stored.kill()
+    stored.join()
     with pytest.raises(AgreementFailed, match=r"rank 0 could not connect .*the store .* is gone"):
         connect(world, timedelta(seconds=PATIENCE_S))
+
+
+def test_a_meeting_whose_store_does_not_answer_or_is_gone(server: Server) -> None:
+    """Who gives up is not counted by those who come, and ranks find each other again."""
+    output = fork_ranks("silent_store.py", 2, server.port, server.process.pid, timeout_s=PATIENCE_S)
+    assert sorted(line for line in output.splitlines() if line.endswith("done")) == ["rank 0 done", "rank 1 done"]
