@@ -165,8 +165,9 @@ def _to_safetensors(
     metadata = {"format": "pt", "ckptlib.step": str(opened.step), "ckptlib.name": str(opened.metadata()["name"])}
     plans = {file: plan_file(group, metadata) for file, group in zip(names, groups, strict=True)}
     written = [*names, INDEX] if len(names) > 1 else names
-    # one file, where an index of another export is, would be taken for a part of that one
-    files.make_room(sum(plan.nbytes for plan in plans.values()), *written, *([INDEX] if order.format == HF else []))
+    # transformers takes the single file before an index, and would take old weights for the new ones, or mix them
+    others = [*shard_names(1), INDEX] if order.format == HF else []
+    files.make_room(sum(plan.nbytes for plan in plans.values()), *written, *others)
     _check_there(opened, items)
     for file, plan in plans.items():
         _write(opened, files, file, plan, progress)

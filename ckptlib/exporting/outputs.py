@@ -27,11 +27,13 @@ class Outputs:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._nonce = secrets.token_hex(4)
+        self._must_be_free: tuple[Path, ...] = ()
         self._written: list[tuple[Path, Path]] = []
 
     def make_room(self, nbytes: int, *names: str) -> None:
         """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small.
 
+        `names`: of the files to come, and of others that readers would take instead of them, or together with them.
         What an export of the same names left that was killed more than a day ago is removed.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -40,9 +42,10 @@ class Outputs:
                 with suppress(OSError):  # somebody else removes it
                     if path.stat().st_mtime < time.time() - LEFT_FOR_S:
                         _remove(path)
-        for name in names:
-            if (self._directory / name).exists():
-                raise ObjectExists(f"{self._directory / name} is there already; remove it, or export to another place")
+        self._must_be_free = tuple(self._directory / name for name in names)
+        for path in self._must_be_free:
+            if path.exists():
+                raise ObjectExists(f"{path} is there already; remove it, or export to another place")
         free = shutil.disk_usage(self._directory).free
         if nbytes > free:
             raise NoRoom(f"{self._directory}: the export has {nbytes:,} bytes, and the disk has {free:,} left")
@@ -67,9 +70,10 @@ class Outputs:
 
     def publish(self) -> None:
         """Gives all files their names, in the order in which they were written."""
+        for path in self._must_be_free:
+            _check_free(path)
         for path, final in self._written:
-            if final.exists():
-                raise ObjectExists(f"{final} is there since the export began; remove it, and export again")
+            _check_free(final)  # again, as each takes a moment
             path.rename(final)
             _sync(self._directory)
         self._written.clear()
@@ -93,6 +97,11 @@ def outputs(directory: Path) -> Iterator[Outputs]:
         raise StoreError(f"{directory}: the export cannot be written: {error}") from error
     finally:
         found.discard()
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise ObjectExists(f"{path} is there since the export began; remove it, and export again")
 
 
 def _remove(path: Path) -> None:

@@ -73,6 +73,9 @@ def test_what_is_there_is_never_overwritten(path: Path) -> None:
     (hf / "model.safetensors.index.json").unlink()
     ckptlib.export(path, hf, format="hf")
     assert {found.name for found in hf.iterdir()} == {"config.json", "model.safetensors"}
+    with pytest.raises(ckptlib.ObjectExists, match=r"model\.safetensors is there already"):  # it would be read instead
+        ckptlib.export(path, hf, format="hf", max_shard_size=20)
+    assert {found.name for found in hf.iterdir()} == {"config.json", "model.safetensors"}
     assert out.read_bytes() == b"mine"
 
 
@@ -88,6 +91,24 @@ def test_somebody_was_quicker(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ckptlib.ObjectExists, match="since the export began"):
         ckptlib.export(path, out)
     assert (out.read_bytes(), beside(path)) == (b"mine", ["root", "x.safetensors"])
+
+
+@pytest.mark.parametrize("late", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("size", ["5GB", "20"])
+def test_weights_that_come_as_others_are_exported(
+    path: Path, monkeypatch: pytest.MonkeyPatch, late: str, size: str
+) -> None:
+    hf = path.parent / "hf"
+    write = stream.write
+
+    def and_another(*args: object) -> None:
+        write(*args)  # type: ignore[arg-type]
+        (hf / late).write_bytes(b"mine")
+
+    monkeypatch.setattr("ckptlib.exporting.export.write", and_another)
+    with pytest.raises(ckptlib.ObjectExists, match="since the export began"):
+        ckptlib.export(path, hf, format="hf", max_shard_size=size)
+    assert [found.name for found in hf.iterdir()] == [late]
 
 
 def test_a_disk_that_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
