@@ -88,7 +88,7 @@ class Account:
     def of(cls, fields: Fields) -> Account:
         """Raises FormatError."""
         times = [fields.number(name) for name in ("began", "seconds", "restoring_s")]
-        marks = tuple(_mark(row, fields) for row in fields.items("marks")[: MAX_MARKS + 3])
+        marks = ascending(_mark(row, fields) for row in fields.items("marks")[: MAX_MARKS + 3])
         end = None if fields.raw("end") is None else fields.text("end", f"{DIED}|{CLOSED}")
         began, seconds, restoring_s = times
         tier = fields.get("restored_from")
@@ -101,13 +101,20 @@ class Account:
     def _problem(self) -> str | None:
         if not all(math.isfinite(t) and 0 <= t <= MAX_SECONDS for t in (self.began, self.seconds, self.restoring_s)):
             return "its times are none"
-        pairs = itertools.pairwise(self.marks)
-        if any(later < earlier for a, b in pairs for earlier, later in zip(a, b, strict=True)):
-            return "its marks do not ascend"
         last = self.marks[-1] if self.marks else Mark(0, 0.0, 0.0)
         if self.restoring_s + last.trained_s + last.stalled_s > self.seconds * (1 + 1e-9) + 1e-3:
             return "its parts are longer than the whole"
         return None
+
+
+def ascending(marks: Iterable[Mark]) -> tuple[Mark, ...]:
+    """These without any that lies below one before it: a last step that was noted before a save that came behind it, as
+    earlier versions wrote it, or a save before which a wait at the fence was not counted yet."""
+    kept: list[Mark] = []
+    for mark in marks:
+        if not kept or all(now >= before for now, before in zip(mark, kept[-1], strict=True)):
+            kept.append(mark)
+    return tuple(kept)
 
 
 def _mark(row: Json, fields: Fields) -> Mark:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptlib.format.account import CLOSED, DIED, MAX_MARKS, MAX_WHY, PAGE_NBYTES, Account, Mark, write_page
+from ckptlib.format.account import CLOSED, DIED, MAX_MARKS, MAX_WHY, PAGE_NBYTES, Account, Mark, ascending, write_page
 from ckptlib.format.values import Json
 
 
@@ -142,8 +142,8 @@ class Stopwatch:
         return Mark(step, max(now - self._restoring_s - stalled_s, 0.0), stalled_s)
 
     def _account(self, last: Mark | None) -> Account:
-        marks = [mark for mark in (self._first, *self._saves, last) if mark is not None]
-        return Account(self._began, self._now, self._restoring_s, self._end, self._num_saves, tuple(marks), self._tier)
+        marks = ascending(mark for mark in (self._first, *self._saves, last) if mark is not None)
+        return Account(self._began, self._now, self._restoring_s, self._end, self._num_saves, marks, self._tier)
 
     def _write(self) -> None:
         if self._page is not None:

@@ -51,6 +51,21 @@ def test_the_tier_is_in_the_account_and_in_manifests(tmp_path: Path, tier: str) 
     assert body_of(newest)["account"]["restored_from"] == tier
 
 
+@pytest.mark.parametrize("last", [5, 6], ids=["of the step that is told", "of one that is not"])
+def test_the_account_of_a_start_that_ends_with_a_save(tmp_path: Path, last: int) -> None:
+    """As an early stop does: `save(step + 1)`, then `break`."""
+    state = {"w": torch.zeros(4)}
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, arena=tmp_path) as ckpt:
+        ckpt.restore()
+        for step in range(1, 6):
+            ckpt.after_step(step)
+        ckpt.save(last)
+    accounts = read_accounts(catalog(tmp_path / "root"))
+    assert accounts.problems == []
+    [account] = accounts.told.values()
+    assert (account.end, account.num_saves, account.marks[-1].step) == ("closed", 1, last)
+
+
 @pytest.mark.parametrize("only", [None, "model"], ids=["restores nothing", "restores a part"])
 def test_a_job_that_takes_no_snapshot_leaves_those_of_the_job_before(tmp_path: Path, only: str | None) -> None:
     """Nothing is in the store: its close, however clean, must not lose the only step that there is."""
