@@ -7,15 +7,18 @@ Without that record no step of the generation counts; see `Catalog.visible`. The
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
 from ckptlib.format import keys
 from ckptlib.format.documents import decode, encode
+from ckptlib.format.keys import GenerationId
 from ckptlib.format.manifest import Generation
+from ckptlib.format.values import Json
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
@@ -30,16 +33,22 @@ class Begun:
     """That it saved."""
     continues: bool
     """Whether the job did not say what it goes on from, so that the store tells as the record is put."""
+    seen: KnownGenerations | None = None
+    """By the job as it opened the root; None: an earlier ckptlib noted it."""
 
     def encode(self) -> bytes:
-        record = self.record.encode().decode()
-        return encode("begun", {"record": record, "step": self.first_step, "continues": self.continues})
+        fields: dict[str, Json] = {"record": self.record.encode().decode(), "step": self.first_step}
+        fields["continues"] = self.continues
+        if self.seen is not None:
+            fields["seen"] = self.seen.to_json()
+        return encode("begun", fields)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Begun:
         fields = decode("begun", data, where)
         record = Generation.decode(fields.text("record").encode(), where)
-        return cls(record, fields.integer("step", 0, keys.MAX_STEP), fields.flag("continues"))
+        seen = KnownGenerations.from_json(fields.raw("seen"), where) if "seen" in fields else None
+        return cls(record, fields.integer("step", 0, keys.MAX_STEP), fields.flag("continues"), seen)
 
 
 def note(disk: Store, begun: Begun) -> None:
@@ -64,21 +73,26 @@ def noted(disk: Store) -> list[Begun]:
     return found
 
 
-def newest_number(disk: Store) -> int:
-    """The highest number of a generation that is noted on this disk; 0: there is none. Raises StoreError."""
-    ids = (keys.parse_begun_key(entry.key) for entry in disk.scan(keys.BEGUN))
-    return max((generation.number for generation in ids if generation is not None), default=0)
+def noted_ids(disk: Store) -> set[GenerationId]:
+    """Of the generations that are noted on this disk, by name. Raises StoreError."""
+    return {*filter(None, (keys.parse_begun_key(entry.key) for entry in disk.scan(keys.BEGUN)))}
 
 
 def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
     """Those whose record may be put, oldest first: no other job has put its own since they began. Raises StoreError.
 
-    A job takes a number above all that the store knows. So where the store knows of this number or a higher one, the
-    record is there, or another job went on without these steps.
+    Where the store has a generation that the job did not know of, another job went on without these steps. Of a job
+    that did not note what it knew: where the store knows of its number or a higher one.
     """
     by_id = {begun.record.id: begun for begun in noted}
     if not by_id:
         return []
-    ids = [*catalog.generation_ids(), *(save.generation for save in catalog.saves())]
-    known = max((generation.number for generation in ids), default=0)
-    return [by_id[generation] for generation in sorted(by_id) if generation.number > known]
+    ids = {*catalog.generation_ids(), *(save.generation for save in catalog.saves())}
+    return [by_id[generation] for generation in sorted(by_id) if _may_begin(by_id[generation], ids)]
+
+
+def _may_begin(begun: Begun, ids: Collection[GenerationId]) -> bool:
+    own = begun.record.id
+    if begun.seen is None:
+        return own.number > max((generation.number for generation in ids), default=0)
+    return own not in ids and not begun.seen.begun_since(ids, own)

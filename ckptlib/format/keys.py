@@ -47,6 +47,7 @@ MAX_RANK = 10**6 - 1
 
 _SAVE = r"([0-9]{12})-([0-9]{6})-([0-9a-f]{8})"
 _SAVE_NAME = re.compile(_SAVE)
+_GENERATION = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
 _GENERATION_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})\.json")
 _BEGUN_KEY = re.compile(r"begun/([0-9]{6})-([0-9a-f]{8})\.json")
 _ACCOUNT_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})-[0-9a-f]{8}\.account")
@@ -215,6 +216,14 @@ def parse_save(text: str) -> SaveId:
     if match is None:
         raise FormatError(f"{text[:80]!r} is not <step>-<generation>-<nonce>")
     return _save_id(*match.groups())
+
+
+def parse_generation(text: str) -> GenerationId:
+    """The inverse of `str(GenerationId)`. Raises FormatError."""
+    match = _GENERATION.fullmatch(text)
+    if match is None:
+        raise FormatError(f"{text[:80]!r} is not <generation>-<nonce>")
+    return GenerationId(int(match[1]), match[2])
 
 
 def parse_generation_key(key: str) -> GenerationId | None:

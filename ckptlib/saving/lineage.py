@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from ckptlib._version import __version__
-from ckptlib.catalog.begun import newest_number
+from ckptlib.catalog.begun import noted_ids
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.errors import CheckpointNotFound, StoreError
 from ckptlib.format import keys
@@ -30,7 +31,7 @@ from ckptlib.policy.best import Best
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
-from ckptlib.staging.other_slots import newest_generation
+from ckptlib.staging.other_slots import left_generations
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.client import Writer
 from ckptlib.writer.generation import GenerationRecord
@@ -62,7 +63,7 @@ class Lineage:
         self._group = group
         self._tags, self._run = tags, run
         self._slots_in, self._local = slots_in, local
-        self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
+        self.root, self.generation, self._seen = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.host_id = self.generation
         """The generation by which slots and locks on this host are known. One that goes on as an earlier one has a
         name of its own here, so that it reclaims what that one left."""
@@ -84,7 +85,7 @@ class Lineage:
         self.best: Best | None = None
         """The rule by which the job calls a step its best."""
 
-    def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
+    def _agree(self, wanted: Root) -> tuple[Root, GenerationId, KnownGenerations]:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
             self._catalog.check_versions()
@@ -98,17 +99,28 @@ class Lineage:
         self._is_new = num_saves == "0"
         root = Root.decode(document + b"\n", keys.ROOT)
         left = together(self._group, "opening the root", lambda: self._check_seen(root))
-        (newest,) = self._group.max([left])  # its record may be on its way to the store yet, from a writer that is left
-        return root, GenerationId(max(int(number), newest + 1), nonce)
+        known = self._known(int(number) - 1, left)
+        above = max((generation.number for generation in known.left), default=0) + 1
+        return root, GenerationId(max(int(number), above), nonce), known
 
-    def _check_seen(self, root: Root) -> int:
+    def _known(self, newest: int, left: set[GenerationId]) -> KnownGenerations:
+        """`newest`: the highest number in the store. `left`: by other generations, on this host. Collective."""
+        later = sorted(str(generation) for generation in left if generation.number > newest)
+        if not self._group.any(bool(later)):
+            return KnownGenerations(newest)
+        told = self._group.gather(" ".join(later).encode())
+        found = {keys.parse_generation(name) for names in told for name in names.decode().split()}
+        return KnownGenerations(newest, tuple(sorted(found)))
+
+    def _check_seen(self, root: Root) -> set[GenerationId]:
         """By one read: that this rank reaches the store, may read it, and that it is the same one.
 
-        Returns the highest number of a generation that has left slots on this host, or began on its disk; 0: none has.
+        Returns the generations that have left slots or writers on this host, or began on its disk: their records may
+        be on their way to the store yet.
         """
-        left = newest_generation(root.id, self._slots_in)
+        left = left_generations(root.id, self._slots_in)
         if self._local is not None:
-            left = max(left, _newest_on(self._local))
+            left |= _begun_on(self._local)
         if self._group.rank == 0:
             return left
         where = f"{self._catalog.store.url} on {socket.gethostname()}"
@@ -138,7 +150,8 @@ class Lineage:
         now = self.at_once or self.placement is not None
         document, is_new = record.encode().decode(), self._is_new and self.resumed_from is None
         known = None if continues or self._goes_on else self._take_known()
-        writer.begin(document, self.root.id, step, continues, now=now, again=self._goes_on, is_new=is_new, known=known)
+        again, seen = self._goes_on, self._seen
+        writer.begin(document, self.root.id, step, continues, now, again=again, is_new=is_new, known=known, seen=seen)
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId, committed: bool) -> None:
@@ -150,7 +163,8 @@ class Lineage:
         record = replace(self._record(save), rewind=True)
 
         def put() -> None:
-            GenerationRecord(record, self.root.id, save.step, continues=False).put(self._catalog)
+            mine = GenerationRecord(record, self.root.id, save.step, continues=False, seen=self._seen)
+            mine.put(self._catalog)
 
         def enter() -> None:
             if self._group.rank == 0:
@@ -198,11 +212,11 @@ class Lineage:
         )
 
 
-def _newest_on(local: Path) -> int:
-    """The highest number of a generation that began on this host's disk."""
+def _begun_on(local: Path) -> set[GenerationId]:
+    """The generations that began on this host's disk."""
     try:
         with LocalStore(str(local)) as disk:
-            return newest_number(disk)
+            return noted_ids(disk)
     except StoreError as error:
         raise StoreError(
             f"local={local} on {socket.gethostname()}: cannot be looked at, and may have newer steps than the store: "

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptlib.errors import CorruptData, FormatError
-from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.keys import GenerationId, SaveId, parse_generation
 from ckptlib.slots import writer_lock
 from ckptlib.slots.slot import SUFFIX, Slot
 from ckptlib.slots.writer_lock import generation_of
@@ -36,26 +36,26 @@ def prefix_of(root_id: str, generation: GenerationId) -> str:
     return f"{root_prefix(root_id)}{generation}"
 
 
-def newest_generation(root_id: str, directories: Sequence[Path]) -> int:
-    """The highest number of a generation of the root that this user's slots, or files of writers, are of; 0: there are
-    none. A writer that is left may have yet to put the record of its generation, also where no slot is left to it.
+def left_generations(root_id: str, directories: Sequence[Path]) -> set[GenerationId]:
+    """The generations of the root that this user's slots, or files of writers, are of. A writer that is left may have
+    yet to put the record of its generation, also where no slot is left to it.
 
     By their names, those that are open in this process included.
     """
-    prefix, numbers = root_prefix(root_id), [0]
+    prefix, found = root_prefix(root_id), set[GenerationId]()
     for directory in directories:
         for path in (*directory.glob(f"{prefix}*{SUFFIX}"), *directory.glob(f"{prefix}*{writer_lock.SUFFIX}")):
-            number = path.name.removeprefix(prefix).partition("-")[0]
+            match = _GENERATION.match(path.name.removeprefix(prefix))
             try:
                 status = path.lstat()
             except OSError:
                 continue  # gone since it was listed, or the directory may not be entered
-            if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and _NUMBER.fullmatch(number):
-                numbers.append(int(number))
-    return max(numbers)
+            if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and match is not None:
+                found.add(parse_generation(match[0]))
+    return found
 
 
-_NUMBER = re.compile("[0-9]{6}")
+_GENERATION = re.compile("[0-9]{6}-[0-9a-f]{8}")
 
 
 class OtherSlots:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ckptlib.catalog.begun import Begun
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import CkptError, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Generation
@@ -52,10 +53,11 @@ class Beginning:
         if rank != 0:
             return None
         step, again = int(message["step"]), message.get("again", False)
-        self._record = GenerationRecord(record, message["root"], step, message["continues"], again)
+        seen = KnownGenerations.from_json(message["seen"], "the trainer's order") if message["seen"] else None
+        self._record = GenerationRecord(record, message["root"], step, message["continues"], again, seen)
         if message["is_put"]:
             self._record.note_put(self._catalog)
-        return None if self._record.is_put else Begun(record, step, message["continues"])
+        return None if self._record.is_put else Begun(record, step, message["continues"], seen)
 
     def put_now(self) -> None:
         """Since snapshots in memory, or on local disks, are of no use before the record is there."""

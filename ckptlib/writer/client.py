@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.slots.writer_lock import WriterLock
@@ -156,13 +157,14 @@ class Writer:
         again: bool = False,
         is_new: bool = False,
         known: KnownOrigin | None = None,
+        seen: KnownGenerations | None = None,
     ) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
         put at once; answered by `begun`. `is_put`: it is in the store already. `again`: it may be; then that counts.
         `is_new`: the root had no step when it was opened. `known`: of the step that the job restored; not told to a
-        writer in the place of a dead one, which looks for what that one has put.
+        writer in the place of a dead one, which looks for what that one has put. `seen`: see `GenerationRecord`.
         """
         with self._lock:
             order = {
@@ -174,6 +176,7 @@ class Writer:
                 "is_put": is_put,
                 "again": again,
                 "is_new": is_new,
+                "seen": None if seen is None else seen.to_json(),
             }
             self._begun = {**order, "now": False}
             self._lent = None if known is None else lend(known)

@@ -6,11 +6,13 @@ From then on older generations may not commit. No torch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import Superseded
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
 log = logging.getLogger(__name__)
@@ -19,20 +21,30 @@ log = logging.getLogger(__name__)
 class GenerationRecord:
     """One per writer."""
 
-    def __init__(self, record: Generation, root_id: str, first_step: int, continues: bool, again: bool = False) -> None:
+    def __init__(
+        self,
+        record: Generation,
+        root_id: str,
+        first_step: int,
+        continues: bool,
+        again: bool = False,
+        seen: KnownGenerations | None = None,
+    ) -> None:
         """`root_id`: of the root that the job opened. `first_step`: that is saved. `continues`: whether the job, which
-        did not say what it goes on from, goes on from what it finds. `again`: a writer that died may have put it."""
+        did not say what it goes on from, goes on from what it finds. `again`: a writer that died may have put it.
+        `seen`: by the job as it opened the root; None: whoever calls knows that no other job has begun since."""
         self.record = record
         self._root_id = root_id
         self._first_step = first_step
-        self._continues, self._again = continues, again
+        self._continues, self._again, self._seen = continues, again, seen
         self._warning: str | None = None
         self.is_put = False
 
     def put(self, catalog: Catalog) -> str | None:
         """Puts it; returns warnings for the user. Raises the store's errors.
 
-        Raises Superseded where two jobs made the root in the same moment, and the store kept that of the other.
+        Raises Superseded where two jobs made the root in the same moment, and the store kept that of the other, and
+        where another job has begun since this one opened the root: what that one has saved would be left behind.
         """
         found = catalog.root()
         if found.id != self._root_id:
@@ -40,18 +52,36 @@ class GenerationRecord:
                 f"{catalog.store.url}: this job opened root {self._root_id}, but {found.id} is there now: another job "
                 "made it in the same moment. Stop one of the two, or give each a root of its own, and start again"
             )
-        if self._again and self.record.id in catalog.generation_ids():
+        ids = catalog.generation_ids()
+        if self._again and self.record.id in ids:
             # It stands: what this job itself has saved and removed since is no reason to write another.
             self.record, self._continues = catalog.generation(self.record.id), False
             self.note_put(catalog)
             return None
+        if self._seen is not None and (others := self._seen.begun_since(ids, self.record.id)):
+            raise Superseded(
+                f"{catalog.store.url}: generation {self.record.id} may not save: {others[-1]} has begun since this job "
+                "opened the root. Two jobs use one root; stop one of them, or give each a root of its own"
+            )
+        self._forget_foreign(catalog, ids)
         if self._continues:
-            origin, self._warning = _continued(catalog, self._first_step)
+            origin, warning = _continued(catalog, self._first_step)
+            self._warning = self._warning or warning
             self.record = replace(self.record, resumed_from=origin)
             self._continues = False
         catalog.put_generation(self.record)
         self.note_put(catalog)
         return self._warning
+
+    def _forget_foreign(self, catalog: Catalog, ids: Collection[GenerationId]) -> None:
+        """What was restored may be of another root: loaded by the same URL from another store, or from a root that was
+        there before. Then the job goes on from what is here."""
+        origin = self.record.resumed_from
+        if origin is None or origin.generation in ids:
+            return
+        if all(save.generation != origin.generation for save in catalog.saves()):
+            self.record, self._continues = replace(self.record, resumed_from=None), True
+            self._warning = f"{catalog.store.url}: this job restored {origin}, of another root; steps here stay"
 
     def note_put(self, catalog: Catalog) -> None:
         """It is there, so that it can be put again should somebody delete it."""

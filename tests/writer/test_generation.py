@@ -13,6 +13,7 @@ from helpers.servers import ObjectStorage
 from store_conformance import keys
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import Superseded
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import ROOT, GenerationId, SaveId, copy_key
@@ -60,6 +61,34 @@ def test_a_record_that_a_writer_put_before_it_died_stands(found: bool) -> None:
     assert {key: store.get(key) for key in keys(store)} == before | (
         {} if found else {key: told.encode() for key in (own.key, copy_key(own.key))}
     )
+
+
+def test_whoever_begins_first_goes_on() -> None:
+    """The numbers of two jobs do not tell who is later: each is above what its own hosts have left."""
+    catalog = Catalog(MemoryStore())
+    root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    old, orphan, theirs, own = (GenerationId(n, f"{m:08x}") for n, m in ((1, 1), (2, 2), (2, 3), (3, 4)))
+    told = {of: Generation(of, 1, None, 0.0, {}, "here") for of in (old, orphan, theirs, own)}
+
+    def begin(of: GenerationId, seen: KnownGenerations) -> None:
+        GenerationRecord(told[of], root.id, 1, continues=False, seen=seen).put(catalog)
+
+    begin(old, KnownGenerations(0))
+    catalog.put_generation(told[orphan])
+    begin(own, KnownGenerations(1, (orphan,)))
+    catalog.put_generation(told[theirs])
+    begin(own, KnownGenerations(2))  # it knew of both
+    with pytest.raises(Superseded, match=f"{own} may not save: {theirs} has begun since this job opened the root"):
+        begin(own, KnownGenerations(1, (orphan,)))
+
+
+def test_a_step_of_another_root_is_no_origin() -> None:
+    catalog = Catalog(MemoryStore())
+    root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    foreign, own = SaveId(5, GenerationId(4, "0000000f")), GenerationId(1, "00000001")
+    record = GenerationRecord(Generation(own, 1, foreign, 0.0, {}, "here"), root.id, 6, continues=False)
+    assert f"restored {foreign}, of another root" in (record.put(catalog) or "")
+    assert catalog.generation(own).resumed_from is None
 
 
 def make_roots(n: int, url: str, options: dict[str, object], together: Barrier, told: Connection) -> None:
