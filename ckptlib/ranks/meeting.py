@@ -64,6 +64,18 @@ def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
     return TorchGroup(found, timeout)
 
 
+def is_gone(over: dist.ProcessGroup | None) -> bool:
+    """Whether a process group was destroyed; None, which stands for none: whether there is one by now."""
+    has_world = dist.is_available() and dist.is_initialized()
+    if not has_world or over is None:
+        return has_world == (over is None)
+    try:
+        dist.get_process_group_ranks(over)
+    except KeyError:  # torch knows it no more
+        return True
+    return False
+
+
 def is_alone() -> bool:
     """Whether this process is a job of its own, as far as torch and its launcher know: it waits for no other rank."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

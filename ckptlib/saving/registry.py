@@ -6,7 +6,8 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from ckptlib.loading.loaded import Loads, Parts, tells
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.meeting import group_of, group_or_world
+from ckptlib.ranks.meeting import group_of, group_or_world, is_gone
 from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
@@ -26,6 +27,9 @@ from ckptlib.stores.secrets import without_userinfo
 log = logging.getLogger(__name__)
 
 Key = tuple[str, dist.ProcessGroup | None]
+
+LEFT_TIMEOUT = TIMEOUT / 2
+"""How long saves of a process group that is gone are waited for: ranks that have none wait for the others meanwhile."""
 
 
 class Keeper(Protocol):
@@ -59,6 +63,7 @@ class Registry:
     def group(self, over: dist.ProcessGroup | None) -> Group:
         """For loads, which write nothing and need no session. Collective."""
         world = group_or_world(over)
+        self._close_groups(filter(is_gone, [*self.groups]))
         if world not in self.groups:
             self._close_at_exit()
             self.groups[world] = group_of(over, TIMEOUT)
@@ -76,10 +81,13 @@ class Registry:
         tags: Mapping[str, str] | None = None,
     ) -> Session:
         """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective.
+        Waits for saves of process groups that are gone.
 
         `codec` and `keep`: the same on all ranks. Raises ValueError, on all of them, where an open session has others.
         """
         key = self.key(url, over)
+        gone = [other for other in self.sessions if is_gone(other[1])]
+        self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         session, loads, origin = self.sessions.get(key), self.loads.get(key), None
         if session is not None and session.closed:
             session = None
@@ -127,15 +135,19 @@ class Registry:
 
     def close(self) -> None:
         """Waits until all that is under way is committed, and lets go."""
-        for session in self.sessions.values():
+        self._close_sessions([*self.sessions], SAVE_DEADLINE)
+        self._close_groups([*self.groups])
+
+    def _close_sessions(self, keys: Iterable[Key], timeout: timedelta) -> None:
+        for key in keys:
             try:
-                session.close(SAVE_DEADLINE, clean=True)
+                self.sessions.pop(key).close(timeout, clean=True)
             except CkptError as error:
                 log.error("%s", error)
-        self.sessions.clear()
-        for group in self.groups.values():
-            group.close()
-        self.groups.clear()
+
+    def _close_groups(self, keys: Iterable[dist.ProcessGroup | None]) -> None:
+        for key in keys:
+            self.groups.pop(key).close()
 
     def begin_in_child(self) -> None:
         """A forked process begins without any: its parent's are neither its own to use nor to close."""
@@ -145,6 +157,7 @@ class Registry:
 
     def _close_at_exit(self) -> None:
         if not self.groups and not self.sessions:
+            atexit.unregister(self.close)
             atexit.register(self.close)
 
 
