@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -142,11 +141,7 @@ def begins_from(given: str | Path | Init | None, only: Only, session: Session) -
         if only is not None:
             raise ValueError(f"init_only={only!r} says what of init_from= is taken, and there is no init_from=")
         return None
-    try:
-        return Beginning(given if isinstance(given, Init) else Init(given), only, session)
-    except BaseException:
-        session.close(timedelta(0), clean=False)
-        raise
+    return Beginning(given if isinstance(given, Init) else Init(given), only, session)
 
 
 def _foreign_format(path: Path) -> Format:
