@@ -80,8 +80,9 @@ class Registry:
         keep: Keep | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> Session:
-        """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective.
-        Waits for saves of process groups that are gone.
+        """To save `step` with. Where an older step was loaded to go on from, that is a new generation's, and so it is
+        where the options are others: they may be those of another store. Collective. Waits for saves of process groups
+        that are gone.
 
         `codec` and `keep`: the same on all ranks. Raises ValueError, on all of them, where an open session has others.
         """
@@ -90,6 +91,9 @@ class Registry:
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         session, loads, origin = self.sessions.get(key), self.loads.get(key), None
         if session is not None and session.closed:
+            session = None
+        if session is not None and session.group.any({**session.settings.options} != {**(options or {})}):
+            session.close(SAVE_DEADLINE, clean=True)
             session = None
         if session is not None and session.settings.codec != codec:
             raise ValueError(

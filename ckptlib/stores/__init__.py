@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,12 @@ _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 def absolute(url: str | Path) -> str:
-    """The URL that names the same place from any working directory, and in the writer's process."""
+    """The URL that names the same place from any working directory, and in the writer's process; one for all spellings
+    of a path, but for links."""
     scheme, path = _split(str(url))
-    return f"file://{Path(path).absolute()}" if scheme in _LOCAL and path else str(url)
+    if scheme in _LOCAL and path:
+        return f"file://{os.path.abspath(path)}"
+    return str(url).rstrip("/") if path.strip("/") else str(url)
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -44,11 +44,12 @@ def test_a_path_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         f"file://{tmp_path}/run",
         "file://run",
         f"local://{tmp_path}/run",
+        f"{tmp_path}/other/../run/",
     ]:
         assert open_store(url).url == absolute(url) == f"file://{tmp_path}/run"
     with pytest.raises(ValueError, match="needs a path"):
         open_store(absolute(""))
-    assert absolute("s3://bucket/run") == "s3://bucket/run"
+    assert absolute("s3://bucket/run") == absolute("s3://bucket/run/") == "s3://bucket/run"
 
 
 @pytest.mark.parametrize(
