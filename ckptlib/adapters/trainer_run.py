@@ -242,7 +242,19 @@ class TrainerRun:
                 self._folders.wait()
 
         together_at_length(self._group, f"waiting for the checkpoints of {self._directory}", finish)
-        self._drop_failed_bests()
+        self._drop_lost_bests()
+
+    def _drop_lost_bests(self) -> None:
+        """Those that are not there, now that no save is under way. Trainer would load even the only one, or compare it
+        with others. Collective."""
+
+        def look() -> bytes:
+            return b"lost" if self._group.rank == 0 and self._bests and not Path(self._bests[-1]).is_dir() else b""
+
+        while self._group.broadcast(together(self._group, "looking for the best checkpoint", look)):
+            log.warning("%s has the best model, but is not there", self._trainer.state.best_model_checkpoint)
+            del self._bests[-1:]
+            self._trainer.state.best_model_checkpoint = self._bests[-1] if self._bests else None
 
     def finish(self) -> None:
         """Saves the last step, unless it is saved, and closes. Collective."""

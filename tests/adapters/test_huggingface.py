@@ -340,22 +340,57 @@ def test_the_best_model_is_not_loaded(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "ours") == [3]
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_the_best_model_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """The one before it stays, and is loaded."""
-    save, losses = ckptlib.Checkpointer.save, iter([0.5, 0.2, *[0.9] * 9])
+def no_save_at(bad: int, losses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`losses`: of the evaluations, as far as they are not 0.9."""
+    save, told = ckptlib.Checkpointer.save, iter([*losses, *[0.9] * 9])
 
     def fail(self: ckptlib.Checkpointer, step: int, metrics: Any = None) -> ckptlib.Pending:
-        if step == 6:
-            raise ckptlib.SaveFailed("not at 6")
+        if step == bad:
+            raise ckptlib.SaveFailed(f"not at {bad}")
         return save(self, step, metrics)
 
     monkeypatch.setattr(ckptlib.Checkpointer, "save", fail)
     monkeypatch.setattr(TrainerRun, "_is_due", lambda *_: False)  # so that `save` is asked for each
-    monkeypatch.setattr(hf_job.Ours, "evaluate", lambda *_, **__: {"eval_loss": next(losses)})
+    monkeypatch.setattr(hf_job.Ours, "evaluate", lambda *_, **__: {"eval_loss": next(told)})
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_model_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """The one before it stays, and is loaded."""
+    no_save_at(6, [0.5, 0.2], monkeypatch)
     ended = here(tmp_path / "run", save_total_limit=limit, **EVALUATED, greater_is_better=False)
     assert checkpoints(tmp_path / "run") == ["checkpoint-14", "checkpoint-3"][2 - limit :]
     assert same(ckptlib.read(tmp_path / "run" / "ckptlib", 3, only="model")["model"], dict(ended["model"]))
+
+
+def test_the_only_best_model_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is loaded then; Trainer looked for its directory all the same, and raised on one rank."""
+    no_save_at(3, [0.2], monkeypatch)
+    ended = here(tmp_path / "run", save_total_limit=1, **EVALUATED, greater_is_better=False)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-14"]
+    assert same(ckptlib.read(tmp_path / "run" / "ckptlib", 14, only="model")["model"], dict(ended["model"]))
+    assert "checkpoint-3 has the best model, but is not there" in caplog.text
+
+
+def test_the_best_model_is_the_last_one_which_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer has that failure, and not another one behind it."""
+    no_save_at(12, [0.5, 0.9, 0.9, 0.2], monkeypatch)
+    with pytest.raises(ckptlib.SaveFailed, match="not at 12"):
+        here(tmp_path / "run", steps=12, save_total_limit=1, **EVALUATED, greater_is_better=False)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
+
+
+def test_the_best_model_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for there, not by its number among the checkpoints of this run."""
+    no_save_at(-1, [0.2], monkeypatch)
+    asked = {**EVALUATED, "save_total_limit": 1, "greater_is_better": False}
+    here(tmp_path / "first", steps=3, **asked)
+    ended = here(tmp_path / "run", steps=6, resume=str(tmp_path / "first" / "checkpoint-3"), **asked)
+    assert same(ckptlib.read(tmp_path / "first" / "ckptlib", 3, only="model")["model"], dict(ended["model"]))
 
 
 @pytest.mark.timeout(400)
