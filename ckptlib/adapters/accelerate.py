@@ -136,8 +136,15 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         root, state = str(folder.parent / ROOT), {**self._state(), "ended": [False] * len(self._dataloaders)}
         api.load(root, state, str(save), random=True, storage_options=self._storage_options)
         self.step = state["step"]
+        saved, prepared = len(state["iterations"]), len(self._dataloaders)
+        if saved != prepared and self.is_main_process:
+            log.warning(
+                "%s was saved with %d prepared data loaders, and there are %d now: in the order in which they were "
+                "prepared, those that both have go on at their epochs",
+                *(folder, saved, prepared),
+            )
         self._ended = []
-        for loader, iteration, ended in zip(self._dataloaders, state["iterations"], state["ended"], strict=True):
+        for loader, iteration, ended in zip(self._dataloaders, state["iterations"], state["ended"], strict=False):
             loader.iteration = iteration + ended
             if ended:
                 self._ended.append((loader, iteration))

@@ -232,6 +232,28 @@ def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path, stops_at: int) -
     assert stateful(tmp_path, stops_at=stops_at) + stateful(tmp_path) == whole
 
 
+def with_loaders(number: int) -> tuple[CkptlibAccelerator, list[Any]]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = CkptlibAccelerator(cpu=True)
+    data: Any = torch.arange(4.0)
+    return accelerator, [accelerator.prepare(torch.utils.data.DataLoader(data, 2)) for _ in range(number)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_another_number_of_data_loaders(tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int) -> None:
+    """Those that both have go on; as one for validation that is prepared in the second half of a training."""
+    one, loaders = with_loaders(2)
+    for loader, epochs in zip(loaders, (2, 1), strict=True):
+        for _ in range(epochs):
+            assert len([*loader]) == 2
+    one.save_state(tmp_path / "a")
+    one.end_training()
+    other, loaders = with_loaders(number)
+    other.load_state(tmp_path / "a")
+    assert [loader.iteration for loader in loaders] == [2, 1, 0][:number]
+    assert (f"was saved with 2 prepared data loaders, and there are {number} now" in caplog.text) == (number != 2)
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     one = Trained()
     one.accelerator.register_for_checkpointing(Strange())
