@@ -320,11 +320,15 @@ class Checkpointer:
         `metrics`: saved with the step; those of `log`, too. Rank 0's are recorded.
 
         Call it on every rank, after optimizer.step(), with consecutive steps. A save that falls due while no slot is
-        free is taken a few steps later. If you do not use `loop`, call `save` for the last step. Raises SaveFailed
-        when saves have failed as `max_outage` says, and Superseded when a newer job has taken over the root; all ranks
-        raise at the same step.
+        free is taken a few steps later. If you do not use `loop`, leave yours where `stopping` is true, and call `save`
+        for the last step. Raises SaveFailed when saves have failed as `max_outage` says, and Superseded when a newer
+        job has taken over the root; all ranks raise at the same step. Where the step before was saved as the last one,
+        since the job was told to stop, it closes the Checkpointer and raises Preempted.
         """
         self._check_open()
+        if self._steps.stopping:  # a loop that does not ask would go on, and save each step, until it is killed
+            self.close()
+            raise Preempted
         step = checked_step(step)
         if metrics is not None:
             check_metrics(metrics)
@@ -380,7 +384,7 @@ class Checkpointer:
 
     @property
     def stopping(self) -> bool:
-        """Whether all ranks have agreed to stop. Only needed if you use neither `loop` nor a `with` block."""
+        """Whether all ranks have agreed to stop, and saved the last step. `loop` ends by itself; leave any other."""
         return self._steps.stopping
 
     @property

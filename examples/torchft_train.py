@@ -46,6 +46,7 @@ def train(given: argparse.Namespace) -> None:
     if given.group == 0:  # ckpt: a root has one job that saves
         saves = ckptlib.Checkpointer(f"{given.out}/ckptlib", state, every=5)  # ckpt
         print("from step", saves.restore().step, flush=True)  # ckpt
+        saves.restore_random()  # ckpt
     replicated, steps = DistributedDataParallel(manager, model), Optimizer(manager, optim)
     while manager.current_step() < given.steps:
         before = manager.current_step()  # ckpt
@@ -56,6 +57,10 @@ def train(given: argparse.Namespace) -> None:
         steps.step()
         if saves is not None and manager.current_step() > before:  # ckpt: a step that was discarded changed nothing
             saves.after_step(manager.current_step())  # ckpt
+            if saves.stopping:  # ckpt: it was told to, as by SIGTERM, and has saved this step
+                saves.close()  # ckpt
+                manager.shutdown(wait=False)  # ckpt
+                raise ckptlib.Preempted  # ckpt
     if saves is not None:  # ckpt
         saves.save(manager.current_step())  # ckpt
         saves.close()  # ckpt

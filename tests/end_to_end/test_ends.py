@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from launch import environment
 from places import TESTS
 
 import ckptlib
+from ckptlib.catalog.accounts import read_accounts
 from ckptlib.errors import NoRoom, SaveFailed, Superseded, WaitTimeout
 from ckptlib.stores.testing import write_plan
 
@@ -329,6 +331,31 @@ def test_a_signal_ends_the_loop_after_a_last_save(job: Job, signal_number: int) 
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
     ckptlib.load(job.root, job.state)
     assert job.bits() == expected
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["in a with block", "without one"])
+def test_a_loop_that_does_not_ask_whether_to_stop_ends_all_the_same(job: Job, block: bool) -> None:
+    """It saved each of its steps as the last one, until it was killed."""
+    seen = []
+
+    def train(ckpt: ckptlib.Checkpointer) -> None:
+        for step in range(1, 100):
+            seen.append(step)
+            job.body()
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt.after_step(step)
+
+    ckpt = job.checkpointer(every=1000)
+    with pytest.raises(ckptlib.Preempted, match="75"), ckpt if block else nullcontext():
+        train(ckpt)
+    assert seen == list(range(1, 10)), "agreed upon in step 7 for step 8, and refused in step 9"
+    assert steps(job.root) == [8]
+    assert slots(job.root.parent) == [], "the commit was waited for"
+    [account] = read_accounts(catalog(job.root)).told.values()
+    assert account.end == "closed"
+    with pytest.raises(ValueError, match="is closed"):
+        ckpt.after_step(10)
 
 
 def test_a_handler_of_the_users_own_is_left_alone(job: Job) -> None:

@@ -37,17 +37,22 @@ class Job(NamedTuple):
         assert not any(codes), f"{codes}\n{self.told()}"
         return self.told()
 
-    def kill(self, held: int, timeout_s: float = 200) -> None:
-        """SIGKILL to all, once that many processes are held at their step. They may be children, as torchrun's are."""
+    def await_held(self, held: int, timeout_s: float = 200) -> list[int]:
+        """The processes, once that many are held at their step. They may be children, as torchrun's are."""
         end = time.monotonic() + timeout_s
         while len(found := re.findall(r"^held (\d+)$", self.told(), re.M)) < held:
             assert time.monotonic() < end, self.told()
             assert all(process.poll() is None for process in self.processes), self.told()
             time.sleep(0.02)
+        return [int(pid) for pid in found]
+
+    def kill(self, held: int, timeout_s: float = 200) -> None:
+        """SIGKILL to all, once that many processes are held at their step."""
+        found = self.await_held(held, timeout_s)
         for process in self.processes:
             process.kill()
         for pid in found:
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait(timeout_s)
 

@@ -119,7 +119,7 @@ PAGES = [
         left_out={"kubectl apply -f examples/kubernetes/job.yaml": "a cluster; see above, and test_job_files.py"},
     ),
     Page("docs/local-tier.md"),
-    Page("docs/data.md", left_out={"while loader.epoch < 3:": SKETCH}),
+    Page("docs/data.md", left_out={"step = ckpt.restore().step": SKETCH}),
     Page("docs/peers.md", left_out={"ckptlib.Checkpointer(": SKETCH}),
     Page("docs/policy.md", left_out={"k = max(ceil((T_f - o) / (N T_i)), ceil(o / (p T_i)), 1)": FORMULA}),
     Page(

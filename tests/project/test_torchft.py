@@ -79,3 +79,17 @@ def test_the_group_that_saves_is_killed_alone(tmp_path: Path, lighthouse: dict[s
     assert int(re.findall(r"made (\d+) steps", told)[0]) == STEPS - 27  # none was made twice
     assert same(finals(tmp_path / "whole"), finals(tmp_path / "parted"))
     assert_saved(tmp_path / "parted")
+
+
+def test_the_group_that_saves_is_told_to_stop(tmp_path: Path, lighthouse: dict[str, str]) -> None:
+    """Held in step 27, it goes on at the signal, tells of it behind that step, and saves the next one."""
+    saves = start(tmp_path, "told", (0,), 27, "killed", **lighthouse)
+    other = start(tmp_path, "told", (1,), 0, "on", **lighthouse)
+    saves.await_held(1)
+    saves.processes[0].terminate()
+    assert saves.processes[0].wait(100) == 75, saves.told()
+    other.processes[0].kill()
+    other.processes[0].wait(100)
+    assert steps(tmp_path / "told")[-1] == 28
+    assert begun(start(tmp_path, "told", (0, 1), 0, "on", **lighthouse).end()) == 28
+    assert_saved(tmp_path / "told")

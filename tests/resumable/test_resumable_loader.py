@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import typed
+from places import ROOT
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
@@ -140,6 +144,44 @@ def test_a_loop_over_epochs() -> None:
     assert seen == [6, 5]
     assert (loader.epoch, len(loader)) == (2, 6)
     assert loader.state_dict()["consumed"] == 0
+
+
+def test_a_loop_over_epochs_as_the_documents_have_it(tmp_path: Path) -> None:
+    """Told to stop within an epoch, it ends with the step that is saved, and goes on bit for bit."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    [sketch] = [block.text for block in typed.blocks(page) if "loader.epoch < 3" in block.text]
+    code = compile(sketch.replace("...", "train(batch)"), "data.md", "exec")
+    seen: list[list[list[float]]] = []
+
+    def run(root: str, told_at: int) -> list[float]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model, loader = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()), make()
+        optim = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def train(batch: list[list[float]]) -> None:
+            seen.append(batch)
+            model(torch.tensor(batch)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if len(seen) == told_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        state = {"model": model, "optim": optim, "data": loader}
+        with ckptlib.Checkpointer(tmp_path / root, state, every=10**6, arena=tmp_path) as ckpt:
+            exec(code, {"loader": loader, "ckpt": ckpt, "train": train})
+        return [value for param in model.parameters() for value in param.flatten().tolist()]
+
+    weights = run("whole", told_at=0)
+    whole = [*seen]
+    seen.clear()
+    with pytest.raises(ckptlib.Preempted):
+        run("parted", told_at=7)
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "parted")] == [8]
+    assert len(seen) == 8
+    assert run("parted", told_at=0) == weights
+    assert seen == whole
 
 
 def test_leaving_the_loop_in_an_epoch() -> None:

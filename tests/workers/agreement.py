@@ -31,6 +31,7 @@ from agreement_saves import (
     openings_that_fail,
     saved_again_after_one_rank_failed,
     sigterm_at_different_steps,
+    sigterm_in_a_loop_that_does_not_ask,
     steps_that_differ,
 )
 from agreement_state import (
@@ -52,6 +53,7 @@ CASES = [
     half_a_tensor,
     clocks_that_differ,
     sigterm_at_different_steps,
+    sigterm_in_a_loop_that_does_not_ask,
     steps_that_differ,
     a_store_that_fails_one_rank,
     no_room_on_one_rank,

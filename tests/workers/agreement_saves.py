@@ -75,6 +75,20 @@ def sigterm_at_different_steps(url: Path) -> None:
     assert torch.equal(found["own"].value, torch.full((2,), 10.0 * last + rank()))
 
 
+def sigterm_in_a_loop_that_does_not_ask(url: Path) -> None:
+    """All ranks end at one step, and what they saved is committed before."""
+    state = {"w": torch.zeros(3)}
+    last = 0
+    with suppress(ckptlib.Preempted), checkpointer(url, state, every=1000) as ckpt:
+        for step in range(1, 100):
+            if step == 3 and rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            last = step
+            ckpt.after_step(step)
+    assert committed(url) == [last - 1]
+    assert everywhere(last) == [last] * 3
+
+
 def steps_that_differ(url: Path) -> None:
     """One rank counts wrongly: all are told, and none waits for a rank that has left."""
 
