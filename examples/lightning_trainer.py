@@ -34,7 +34,9 @@ out, steps = sys.argv[1], int(sys.argv[2])
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 torch.manual_seed(1)
 data = TensorDataset(torch.randn(96, 16))
-loader = resumable(DataLoader(data, batch_sampler=ResumableSampler(data, 4 * ranks, seed=1)))  # ckpt
+rank = int(os.environ.get("RANK", 0))  # ckpt: Lightning makes the process group later
+sampler = ResumableSampler(data, 4 * ranks, seed=1, rank=rank, world_size=ranks)  # ckpt
+loader = resumable(DataLoader(data, batch_sampler=sampler))  # ckpt
 saves = CkptlibCallback(f"{out}/ckptlib", every=5, keep=ckptlib.Keep(last=2))  # ckpt
 trainer = Trainer(
     accelerator="cpu", devices=ranks, max_steps=steps, logger=False, enable_progress_bar=False, callbacks=[saves]

@@ -138,12 +138,19 @@ def test_ranks_train_on_gpus_where_each_has_one(
     assert chosen == ([torch.device("cuda", ranks - 1)] if device == "cuda" else [])
 
 
-def run_whole_and_parted(tmp_path: Path, example: Path, killing: str) -> None:
+def launcher(ranks: int) -> list[str]:
+    """Arguments of Python before those of a script."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+
+
+def run_whole_and_parted(tmp_path: Path, example: Path, killing: str, ranks: int = 1) -> None:
     """One run of 12 steps that nobody disturbs, and one that `killing` ends, which goes on."""
     script = tmp_path / "killed.py"
     script.write_text(killing)
-    for name, what, status in (("whole", example, 0), ("parted", script, -9), ("parted", example, 0)):
-        command = [sys.executable, what, tmp_path / name, "12"]
+    killed = -9 if ranks == 1 else 1  # torchrun's own
+    for name, what, status in (("whole", example, 0), ("parted", script, killed), ("parted", example, 0)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = [sys.executable, *launcher(ranks), what, tmp_path / name, "12"]
         variables = {**environment(), "PYTHONPATH": str(ROOT)}
         done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=200)
         assert done.returncode == status, done.stdout + done.stderr
@@ -194,9 +201,10 @@ runpy.run_path({str(EXAMPLES / "lightning_trainer.py")!r}, run_name="__main__")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_lightning_is_killed_and_goes_on(tmp_path: Path) -> None:
-    run_whole_and_parted(tmp_path, EXAMPLES / "lightning_trainer.py", KILLED_LIGHTNING)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning_is_killed_and_goes_on(tmp_path: Path, ranks: int) -> None:
+    run_whole_and_parted(tmp_path, EXAMPLES / "lightning_trainer.py", KILLED_LIGHTNING, ranks)
     weights = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("whole", "parted")]
     assert same(*weights)
 
@@ -248,11 +256,10 @@ def test_loop_is_killed_and_goes_on_within_the_epoch(
     pytest.importorskip(package)
     example, killed = EXAMPLES / name, tmp_path / "killed.py"
     killed.write_text(KILLED_LOOP.format(checkpoint=checkpoint, example=str(example)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
     told = []
     for script, directory in ((example, "whole"), (killed, "parted"), (example, "parted")):
         (tmp_path / directory).mkdir(exist_ok=True)
-        command = [sys.executable, *launcher, script, tmp_path / directory, "12"]
+        command = [sys.executable, *launcher(ranks), script, tmp_path / directory, "12"]
         variables = {**environment(), "PYTHONPATH": str(ROOT)}
         done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=180)
         assert (done.returncode == 0) == (script == example), done.stdout + done.stderr
