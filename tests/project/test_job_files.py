@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,57 @@ def test_the_manifests_command_trains(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [3]
+
+
+# Says that it is there, and that it was told; ends when it may. Without handlers SIGUSR1 kills, as it does torchrun.
+RANK = """
+import pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGUSR1, lambda *args: (here / "told").touch())
+(here / "ready").touch()
+while not ((here / "told").exists() and (here / "go").exists()):
+    time.sleep(0.01)
+sys.exit(75)
+"""
+LAUNCHER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1000)"
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="there is no pkill")
+def test_the_hook_before_sigterm_tells_the_ranks_alone_and_waits_for_them(tmp_path: Path) -> None:
+    """Under an entry point that is a shell, and beside a launcher that has the program's name among its arguments."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    [block] = [text for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "preStop" in text]
+    shown = yaml.safe_load(block)["lifecycle"]["preStop"]["exec"]["command"]
+    name = f"train_{secrets.token_hex(8)}"  # nobody else's is to be told
+    program = tmp_path / f"{name}.py"
+    program.write_text(RANK)
+    hook = [part.replace("train", name) for part in shown]
+    assert hook != shown
+
+    def exists(file: str) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not (tmp_path / file).exists():
+            assert time.monotonic() < end, file
+            time.sleep(0.01)
+
+    with ExitStack() as started:
+
+        def start(*command: str) -> subprocess.Popen[bytes]:
+            process = started.enter_context(subprocess.Popen(command))
+            started.callback(process.kill)
+            return process
+
+        launcher = start(sys.executable, "-c", LAUNCHER, str(tmp_path / "launched"), f"{name}.py")
+        entry = start("sh", "-c", f"{sys.executable} -u {program} {tmp_path}; exit $?")
+        exists("launched")
+        exists("ready")
+        waits = start(*hook)
+        exists("told")
+        assert waits.poll() is None
+        (tmp_path / "go").touch()
+        assert waits.wait(LIMIT_S) == 0
+        assert entry.wait(LIMIT_S) == 75
+        assert launcher.poll() is None
 
 
 BLOCKS = [
