@@ -102,7 +102,8 @@ class Exports:
         self._see_watched()
         if last is not None and last.committed and last.save != self._taken:
             self._waiting.append(last.save)
-        restored = self._restored  # of a run that was at its end when it was started again
+            self._taken = last.save  # a program may close twice
+        restored, self._restored = self._restored, None  # of a run that was at its end when it was started again
         if last is None and restored is not None and restored.step == final and not self._export.is_there(final):
             self._waiting.append(restored)
         self._go_on()

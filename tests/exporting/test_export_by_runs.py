@@ -107,6 +107,20 @@ def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.Log
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "names", "taken"]
 
 
+@pytest.mark.parametrize("only", ["model", "nobody"])
+def test_close_within_the_block_exports_the_last_step_once(tmp_path: Path, only: str) -> None:
+    """Whether that succeeds or fails: the end of the block closes again."""
+    told: list[events.Event] = []
+    job, export = Job(tmp_path / "root"), ckptlib.Export(tmp_path / "model.safetensors", only=only)
+    for _ in range(2):  # the second run is at its end when it begins
+        with job.checkpointer(every=2, export=export, on_event=told.append) as ckpt:
+            for _ in ckpt.loop(ckpt.restore().step, 3):
+                job.body()
+            ckpt.close()
+    kinds = [type(event) for event in told if isinstance(event, (events.Exported, events.ExportFailed))]
+    assert kinds == ([events.Exported] if only == "model" else [events.ExportFailed] * 2), "one for each run"
+
+
 def test_what_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format 'gguf'"):
         ckptlib.Export(tmp_path, format="gguf")
