@@ -38,10 +38,14 @@ class App:
         set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def newest(directory: Path) -> int | None:
-    """ckptlib's: only whole steps are listed. DCP leaves it to you to find a directory whose save came to its end."""
-    root = directory / "step"
-    return max((info.step for info in ckptlib.checkpoints(root)), default=None) if root.exists() else None
+def newest(directory: Path) -> int:
+    """ckptlib's: only whole steps are listed; 0 for none. DCP leaves it to you to find a directory whose save came to
+    its end. One rank looks for all: the writer of the run before may still commit a step between the looks of two."""
+    root, found = directory / "step", torch.tensor(0)
+    if dist.get_rank() == 0 and root.exists():
+        found.fill_(max((info.step for info in ckptlib.checkpoints(root)), default=0))
+    dist.broadcast(found, 0)
+    return int(found)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -58,7 +62,7 @@ def train(directory: Path, steps: int) -> tuple[App, list[float], int]:
         fully_shard(part, mesh=mesh)
     app = App(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     state: dict[str, Any] = {"app": app, "losses": [], "step": 0}
-    if (step := newest(directory)) is not None:
+    if step := newest(directory):
         dcp.load(state, checkpoint_id=directory / f"step-{step}")
     losses, start, future = state["losses"], state["step"], None
     for step in range(start, steps):
