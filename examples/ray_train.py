@@ -9,6 +9,7 @@ Lines that end with `# ckpt` are there for ckptlib only.
 
 import sys
 import tempfile
+from contextlib import suppress  # ckpt
 from pathlib import Path
 
 import ray.train
@@ -35,9 +36,10 @@ def train(given):
                 raise RuntimeError("as asked")
             done = ckpt.pending  # ckpt
             if done is not None and done.step != reported and (step + 1) % 5 == 4:  # ckpt
-                done.wait_committed()  # ckpt: it is by now, mostly
-                reported = done.step
-                report(url, reported, loss)
+                with suppress(ckptlib.SaveFailed):  # ckpt: the next one will do; many in a row end the loop
+                    done.wait_committed()  # ckpt: it is by now, mostly
+                    reported = done.step
+                    report(url, reported, loss)
     report(url, given["steps"], loss) if start < given["steps"] else None
     if ray.train.get_context().get_world_rank() == 0:
         torch.save({k.removeprefix("module."): v for k, v in model.state_dict().items()}, f"{given['out']}/final.pt")

@@ -6,9 +6,12 @@ import argparse
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -17,7 +20,9 @@ from helpers.same import same
 from launch import forked
 from places import ROOT
 
+import ckptlib
 from ckptlib.errors import EXIT_PREEMPTED
+from ckptlib.stores.testing import write_plan
 
 EXAMPLES = ROOT / "examples"
 STEPS = 12
@@ -217,6 +222,35 @@ def test_the_lines_for_ckptlib_are_those_of_the_table(example: str) -> None:
     ]
     told = re.findall(r"^\|[^|]*\|[^|]*\| `(.+)` \|$", section, re.M)
     assert told == re.findall(r"^ *(\S.*?)  # ckpt", (EXAMPLES / example).read_text(), re.M)
+
+
+def test_a_worker_of_rays_outlives_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's part is played here: it has one worker. The first save meets a full disk."""
+    reported = []
+
+    def report(metrics: dict[str, float], checkpoint: str) -> None:
+        reported.append((metrics["step"], checkpoint))
+
+    ray, train, torchs = (ModuleType(name) for name in ("ray", "ray.train", "ray.train.torch"))
+    ray.train, train.torch, train.report = train, torchs, report  # type: ignore[attr-defined]
+    train.get_context = lambda: SimpleNamespace(get_world_rank=lambda: 0)  # type: ignore[attr-defined]
+    train.Checkpoint = SimpleNamespace(  # type: ignore[attr-defined]
+        from_directory=lambda directory: Path(directory, "ckptlib.txt").read_text()
+    )
+    torchs.prepare_model = lambda model: model  # type: ignore[attr-defined]
+    for module in (ray, train, torchs):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    plan = tmp_path / "plan.json"
+    write_plan(plan, [{"op": "commit", "key": "^packs/000000000005-", "action": "full"}])
+    made = ckptlib.Checkpointer
+    monkeypatch.setattr(
+        ckptlib,
+        "Checkpointer",
+        lambda url, *args, **kwargs: made(f"fault+file://{url}?plan={quote(str(plan))}", *args, **kwargs),
+    )
+    runpy.run_path(str(EXAMPLES / "ray_train.py"))["train"]({"out": str(tmp_path), "steps": 20})
+    assert reported == [(step, f"{tmp_path}/ckptlib {step}\n") for step in (10, 15, 20)]
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [10, 15, 20]
 
 
 # Any loop with AdamW, but for a SIGKILL of all ranks in the ninth step, once a checkpoint is there.
