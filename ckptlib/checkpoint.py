@@ -39,7 +39,7 @@ from ckptlib.saving.session import Session
 from ckptlib.saving.unreached import warn_of_unreached
 from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.stager import Content
+from ckptlib.staging.stager import Content, CopyJob
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
@@ -92,7 +92,8 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     there is a slot: from what they say in the beat, or from `await_room`.
 
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
-    SaveFailed, but for what a `state_dict()` raises; the next save compares.
+    SaveFailed, but for what a `state_dict()` raises; the next save compares. What goes wrong once the ranks have begun
+    the snapshot, as where memory lacks for the copies, fails it on all of them, and is raised by nobody but who waits.
     """
     with session.stopwatch.stalled(), gc_pause.kept():
         return _save_step(session, order)
@@ -133,16 +134,21 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
     )
     if order.to_store:
         session.expect(save, order.drains, plan.puts_layout)
-    sources = session.planner.sources(flat.leaves, plan, order.overlap)
-    replicas = session.local_replicas(save, number, flat.leaves, plan, order.overlap)
-    reading = None if compare else session.read_shared(flat.leaves, plan, order.overlap, number)
-    staging = session.stager.begin(slot, content, sources, replicas, order.spare, reading)
+    staging = session.stager.begin(slot, content)
+    replicas, reading = list[CopyJob](), None
+    try:
+        with staging.failing():
+            sources = session.planner.sources(flat.leaves, plan, order.overlap)
+            replicas = session.local_replicas(save, number, flat.leaves, plan, order.overlap)
+            reading = None if compare else session.read_shared(flat.leaves, plan, order.overlap, number)
+            session.stager.copy(staging, sources, replicas, order.spare, reading)
+    finally:  # after Ctrl-C, too: the other ranks have begun theirs
+        if compare:
+            session.verdicts.compared(number)
+        else:
+            session.verdicts.vote(save, number, order.to_store, staging, reading)
+        session.snapshots.begin(save, number, staging, order.to_store, replicas)
     session.planner.let_go(flat)
-    if compare:
-        session.verdicts.compared(number)
-    else:
-        session.verdicts.vote(save, number, order.to_store, staging, reading)
-    session.snapshots.begin(save, number, staging, order.to_store, replicas)
     deadline_s = session.root.save_deadline_s
     return Pending(session.outcomes, session.group, save, staging, order.to_store, deadline_s, order.drains)
 

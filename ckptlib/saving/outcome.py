@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreDenied, StoreFull, Superseded, WaitTimeout
+from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreDenied, StoreFull, Superseded, WaitTimeout, describe
 from ckptlib.events import Committed, Failed, Voided
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
@@ -291,7 +291,7 @@ class Outcomes:
 
     def wait_released(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        self.wait_staged(staging, timeout_s)
+        self._wait_saved(outcome, staging, timeout_s)
         while self._snapshots.is_persisting(str(outcome.save)):
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"step {outcome.save.step} was not written within {timeout_s:.0f} s; it may still be")
@@ -315,7 +315,7 @@ class Outcomes:
         except WaitTimeout:
             raise
         except Exception as error:
-            raise SaveFailed(f"step {outcome.save.step} was not saved: {error}") from error
+            raise SaveFailed(f"step {outcome.save.step} was not saved: {describe(error)}") from error
 
     def wait_committed(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         step, deadline = outcome.save.step, time.monotonic() + timeout_s

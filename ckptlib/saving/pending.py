@@ -90,7 +90,10 @@ class Pending:
         self._wait(lambda: self._outcomes.wait_staged(self.staging, timeout))
 
     def wait_released(self, timeout: float | None = None) -> None:
-        """Returns when this rank's part is durable, or failed, and its slot is free. Raises as `wait_staged` does."""
+        """Returns when this rank's part is durable, or failed, and its slot is free.
+
+        Raises SaveFailed where there is no snapshot of it, and WaitTimeout.
+        """
         timeout = self._deadline_s if timeout is None else timeout
         self._wait(lambda: self._outcomes.wait_released(self._outcome, self.staging, timeout))
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import open_disk
+from ckptlib.errors import describe
 from ckptlib.events import Event
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId
@@ -272,7 +273,7 @@ class Session:
         if staging.error is None:
             self.writer.persist(save, staging.slot.path, drains, puts_layout)
         else:
-            self.writer.void(save, str(staging.error), drains)
+            self.writer.void(save, describe(staging.error), drains)
 
     def close(self, timeout: timedelta, clean: bool) -> None:
         """Closes. `clean`: the writer finishes its saves, and the slots are removed; else it finishes alone.

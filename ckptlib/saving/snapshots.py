@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptlib.errors import NoRoom, TornSnapshot
+from ckptlib.errors import NoRoom, TornSnapshot, describe
 from ckptlib.events import Event, Failed, Held, Staged
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import FindAlike, ReplicaOutcome, Replicator, Round
@@ -161,7 +161,7 @@ class Snapshots:
         self.tell(Failed(step, error, tier="memory"))
         if not self._unkept:
             self._unkept = True
-            log.error("step %d is not kept in memory; said once, until one is again: %s", step, error)
+            log.error("step %d is not kept in memory; said once, until one is again: %s", step, describe(error))
 
     def take_torn(self) -> Begun | None:
         """The last snapshot that was found torn since this was last asked."""

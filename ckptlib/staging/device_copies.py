@@ -8,7 +8,7 @@ memory is registered with the driver; else it goes by way of a ring, which the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,25 +146,23 @@ class Devices:
         """Whether another snapshot may begin: one for which no memory of a device is free would wait for the link."""
         return all(spares.ready for spares in self._spares.values())
 
-    def begin(self, copied: Sequence[Copied], spare: bool) -> list[DeviceCopies]:
-        """Begins the copies of all devices; one that has no streams has ended its own when this returns.
+    def begin(self, copied: Sequence[Copied], spare: bool) -> Iterator[DeviceCopies]:
+        """Begins the copies of one device after the other; one that has no streams has ended its own by then.
 
         `spare`: whether memory of the device may be taken for it.
         """
-        begun = []
         for device in dict.fromkeys(device for slot in copied for pairs in slot.pairs for device in pairs.devices):
             here = [slot for slot in copied if any(device in pairs.devices for pairs in slot.pairs)]
             if accelerator.has_streams(device):
-                begun.append(self._begin(device, here, spare and self._wants_spare))
+                yield self._begin(device, here, spare and self._wants_spare)
             else:
                 _copy_blocking(device, here)
-        return begun
 
     def _begin(self, device: torch.device, copied: Sequence[Copied], spare: bool) -> DeviceCopies:
         if device not in self._lanes:
             streams = accelerator.new_stream(device), accelerator.new_stream(device)
             self._lanes[device] = Lane(*streams, Ring(), Ring())
-        memory = None
+        lane, memory = self._lanes[device], None
         if spare:
             memory = self._spares.setdefault(device, Spares(device)).take({slot.rank: slot.body for slot in copied})
         try:
@@ -174,8 +172,10 @@ class Devices:
                 for pairs in slot.pairs
                 if device in pairs.devices
             ]
-            return DeviceCopies(self._lanes[device], works, memory)
+            return DeviceCopies(lane, works, memory)
         except BaseException:
+            for stream in (lane.copy, lane.link):  # what was begun goes to a slot, and to memory, that are free now
+                accelerator.wait(stream.record_event())
             if memory is not None:
                 memory.busy = False
             raise

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ckptlib.devices import cuda
-from ckptlib.errors import NoRoom, SaveFailed, TornSnapshot, WaitTimeout
+from ckptlib.errors import CkptError, SaveFailed, TornSnapshot, WaitTimeout
 from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.check import compared
 from ckptlib.format.digests import digester
@@ -94,6 +96,16 @@ class Staging:
     def step(self) -> int:
         return self.content.header.save.step
 
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What the body raises fails it, but for Ctrl-C: other ranks begin theirs, and learn of it by this one's."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, CkptError):
+                log.error("the snapshot of step %d could not be begun: %s", self.step, traceback.format_exc())
+            self.error = error.with_traceback(None)  # whose frames would keep tensors that were made for it
+
     def go(self) -> None:
         """Has the thread begin, unless it has. Main thread."""
         if self._hand_over is not None:
@@ -169,17 +181,24 @@ class Stager:
         """The newest one."""
         self._jobs = JobThread("stage")
 
+    def begin(self, slot: Slot, content: Content) -> Staging:
+        """A snapshot of which nothing is copied yet: see `copy`. Once it is there, it comes to an end."""
+        self.fail_left()
+        staging = self._begun = Staging(slot, content)
+        self._hand_over(staging, HostCopies((), self._random, self._scratch), None)
+        return staging
+
     @torch.no_grad()
-    def begin(
+    def copy(
         self,
-        slot: Slot,
-        content: Content,
+        staging: Staging,
         sources: Sequence[CopySource],
         local_replicas: Sequence[CopyJob] = (),
         spare: bool = True,
         reading: Reading | None = None,
-    ) -> Staging:
-        """Copies what must be copied now; the thread does the rest after `Staging.go`.
+    ) -> None:
+        """Copies what must be copied now; the thread does the rest after `Staging.go`. What it raises is to fail the
+        snapshot: what it has begun until then comes to its end before the slot is free.
 
         `sources` are in the table's order.
 
@@ -190,18 +209,13 @@ class Stager:
 
         `reading`: of what other ranks hold, too, as far as it is not read yet; None where the ranks compared it before.
 
-        A slot that cannot be written fails the snapshot, as in the thread: other ranks begin theirs, and learn of it.
+        Raises NoRoom where a slot cannot be written, before anything is: one that still says it is ready keeps what it
+        holds.
         """
-        self.fail_left()
-        staging = Staging(slot, content)
-        header = replace(content.header, sequence=content.header.sequence - 1)
-        jobs = [CopyJob(slot, header, sources, self._offsets(content.table, sources)), *local_replicas]
-        try:
-            for job in jobs:
-                job.slot.write_header(job.header)
-        except NoRoom as error:
-            staging.error = error
-            jobs.clear()  # a slot that may still say that it is ready keeps what it holds
+        header = replace(staging.content.header, sequence=staging.content.header.sequence - 1)
+        jobs = [CopyJob(staging.slot, header, sources, self._offsets(staging.content.table, sources)), *local_replicas]
+        for job in jobs:
+            job.slot.write_header(job.header)
         parts: list[Pairs] = []
         copied: list[Copied] = []
         for job in jobs:
@@ -210,14 +224,17 @@ class Stager:
                 pairs.move_now(job.slot.mapped)
             parts += found
             copied.append(Copied(job.header.rank, Body(job.offsets, job.header.body_nbytes), found))
-        staging.device_copies = self._devices.begin(copied, spare)
+        for begun in self._devices.begin(copied, spare):
+            staging.device_copies.append(begun)
         host_copies = HostCopies(parts, self._random, self._scratch)
         waits = host_copies or any(copies.driven for copies in staging.device_copies)
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
+        self._hand_over(staging, host_copies, reading)
+
+    def _hand_over(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
+        """What the thread does after `Staging.go`."""
         staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, host_copies, reading))
-        self._begun = staging
-        return staging
 
     def fail_left(self) -> None:
         """See `Staging.fail_left`."""

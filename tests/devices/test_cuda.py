@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.inside import settle, stager_of
 from helpers.runtime import Runtime
-from helpers.stage import wait_pinned
+from helpers.stage import held, wait_pinned
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT_ID
@@ -205,18 +205,37 @@ def test_the_copies_of_all_devices_have_ended_before_a_torn_snapshot_gives_its_s
     rig.close()
 
 
+def test_the_copies_of_one_device_have_ended_where_those_of_the_next_could_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, ended = Rig(tmp_path), list[str]()
+
+    def begin(devices: Devices, copied: object, spare: bool) -> Iterator[object]:
+        yield SimpleNamespace(driven=False, finish=lambda: ended.append("first") or [])
+        raise torch.OutOfMemoryError("of the second")
+
+    monkeypatch.setattr(Devices, "begin", begin)
+    with held(rig.stager):
+        staging = rig.begin({"w": torch.zeros(300, 300)})
+        assert (ended, rig.told) == ([], [])
+    with pytest.raises(torch.OutOfMemoryError, match="of the second"):
+        staging.wait_sealed(60)
+    assert (ended, rig.told) == (["first"], [staging])
+    rig.close()
+
+
 def test_memory_of_the_device_is_not_taken_before_the_training_has_shown_its_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart keeps what it restored in memory before its first iteration."""
     asked: list[bool] = []
-    begin = Stager.begin
+    copy = Stager.copy
 
-    def watched(*args: Any) -> Any:
-        asked.append(args[5])
-        return begin(*args)
+    def watched(*args: Any) -> None:
+        asked.append(args[4])
+        copy(*args)
 
-    monkeypatch.setattr(Stager, "begin", watched)
+    monkeypatch.setattr(Stager, "copy", watched)
     peers = Peers(copies=0, every=1, memory="device")
     state = {"w": torch.ones(10)}
     with ckptlib.Checkpointer(tmp_path / "root", state, every=1, peers=peers, arena=tmp_path) as ckpt:

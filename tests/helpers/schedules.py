@@ -65,6 +65,8 @@ class Given:
     """Whether somebody writes past the fence now and then."""
     eager: bool = False
     """Whether training runs as far as it may, and copies run when they must; else chance decides."""
+    failing: bool = False
+    """Whether the device refuses an operation now and then while copies are begun."""
 
 
 SIZES = (5, 60, 80, 250, 700, 2300)
@@ -132,7 +134,7 @@ class Schedule:
         self.world, self.given, self.simulation = world, given, simulation
         self.random = simulation.random
         self.wrong: list[str] = []
-        self.num_sealed = self.num_torn = 0
+        self.num_sealed = self.num_torn = self.num_failed = 0
         self.fence = Fence()
         self.stager = Stager(self.sealed, spare=given.memory == "device")
         end_thread(self.stager)  # its jobs are done here, when chance has it
@@ -231,7 +233,12 @@ class Schedule:
         lent = {f"{name}.lent": tensor.clone() for name, tensor in self.tensors.items()}
         sources = self.sources | {name: CopySource(name, t, False, lent=True) for name, t in lent.items()}
         content, blocked = self.world.content(), len(self.simulation.blocked)
-        staging = self.stager.begin(slot, content, [sources[name] for name in self.world.names])
+        staging = self.stager.begin(slot, content)
+        if self.given.failing and self.random.random() < 0.5:
+            self.simulation.fails_in = self.random.randrange(40)
+        with staging.failing():
+            self.stager.copy(staging, [sources[name] for name in self.world.names])
+        self.simulation.fails_in = None
         staging.go()
         del lent, sources
         if self.given.pinned and len(self.simulation.blocked) > blocked:
@@ -252,6 +259,8 @@ class Schedule:
             self.num_torn += 1
             if not self.given.unfenced:
                 self.wrong.append(f"torn: {staging.error}")
+        elif isinstance(staging.error, torch.OutOfMemoryError):
+            self.num_failed += 1
         elif staging.error is not None:
             self.wrong.append(f"failed: {staging.error!r}")
         else:
@@ -273,5 +282,5 @@ class Schedule:
         self.simulation.settle()
         if self.under_way:
             self.wrong.append(f"never sealed: {list(self.under_way)}")
-        if not (self.num_sealed or self.num_torn):
+        if not (self.num_sealed or self.num_torn or self.num_failed):
             self.wrong.append("no snapshot was taken")

@@ -97,6 +97,8 @@ class Simulation(TorchDispatchMode):
         self.violations: list[str] = []
         self.blocked: list[str] = []
         """Operations that held up the host."""
+        self.fails_in: int | None = None
+        """How many more operations the device takes; None: any number."""
         self.on_wait: Callable[[str], None] = lambda what: None
         """Told in any thread what it is about to wait for the device with."""
         self._current = [self.compute]
@@ -290,6 +292,10 @@ class Simulation(TorchDispatchMode):
         self.finish(self._current[-1].record_event())
 
     def _enqueue(self, run: Callable[..., object], arguments: Any, link: bool = False) -> None:
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise torch.OutOfMemoryError("full, as planned")
         stream = self._current[-1]
         held = self._held(arguments, stream)
 

@@ -73,7 +73,7 @@ def test_digests_of_many_sizes_are_not_waited_for(
 # What would wait, put in, is found
 
 
-def one_of(stager: Stager, slot: Any, content: Any, sources: Any) -> torch.Tensor:
+def one_of(stager: Stager, staging: Any, sources: Any) -> torch.Tensor:
     return next(source.tensor for source in sources if accelerator.device_of(source.tensor) is not None)
 
 
@@ -82,7 +82,7 @@ def before(call: Callable[..., object]) -> Callable[[Callable[..., Any]], Callab
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         def both(*args: Any, **kwargs: Any) -> Any:
-            call(*args[:4])
+            call(*args[:3])
             return method(*args, **kwargs)
 
         return both
@@ -91,8 +91,8 @@ def before(call: Callable[..., object]) -> Callable[[Callable[..., Any]], Callab
 
 
 PUT_IN: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
-    "a number is read": (Stager, "begin", before(lambda *args: one_of(*args).sum().item())),
-    "a tensor is brought": (Stager, "begin", before(lambda *args: one_of(*args).cpu())),
+    "a number is read": (Stager, "copy", before(lambda *args: one_of(*args).sum().item())),
+    "a tensor is brought": (Stager, "copy", before(lambda *args: one_of(*args).cpu())),
     "a copy blocks": (
         device_copies,
         "_enqueue",

@@ -7,9 +7,11 @@ import os
 import resource
 import signal
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +23,11 @@ from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, r
 
 import ckptlib
 from ckptlib.errors import AgreementFailed, CkptError, NoRoom, SaveFailed, UnsupportedState
+from ckptlib.events import Event, Failed
 from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import WHOLE_EVERY
+from ckptlib.staging.replica_digests import ReplicaDigests
+from ckptlib.staging.stager import Stager
 from ckptlib.stores.testing import write_plan
 
 # Policies, signals, steps
@@ -227,6 +232,45 @@ def a_slot_that_one_rank_cannot_write(url: Path) -> None:
     found = torch.zeros(3)
     ckptlib.load(url, {"w": found})
     assert torch.equal(found, state["w"])
+
+
+def memory_that_one_rank_lacks_for_a_snapshot(url: Path) -> None:
+    """As it digests what others hold, too; as it copies, where the ranks compared before or not; and once it has begun
+    to copy for `save`. Nobody ends, each rank tells that the step failed, and the saves after it are good."""
+    state, told = {"w": torch.zeros(3)}, list[Event]()
+    lacking: dict[int, tuple[type, str]] = {3: (ReplicaDigests, "begin"), 5: (Stager, "copy"), 7: (Stager, "copy")}
+    with checkpointer(url, state, on_event=told.append) as ckpt:
+        for number in range(1, 9):
+            state["w"].fill_(number)
+            lacks = rank() == 1 and number in lacking
+            with lacking_memory(*lacking[number]) if lacks else nullcontext():
+                if number == 7:  # it is saved before it is due
+                    ckpt.after_step(7 * EVERY - 2)
+                    ckpt.after_step(7 * EVERY - 1)
+                    ckpt.save(7 * EVERY)
+                    ckpt.after_step(7 * EVERY)
+                else:
+                    save_after(ckpt, number)
+            assert ckpt.pending.step == number * EVERY
+            with pytest.raises(SaveFailed, match="full, as planned") if number in lacking else nullcontext():
+                ckpt.pending.wait_committed(PATIENCE_S)
+        failed = [event.step for event in told if isinstance(event, Failed)]
+        assert failed == [number * EVERY for number in lacking], failed
+    with pytest.raises(SaveFailed, match="full, as planned"), lacking_memory(Stager, "copy", rank() == 1):
+        ckptlib.save(url, state, 9 * EVERY)
+    ckptlib.save(url, state, 10 * EVERY)
+    assert committed(url) == [number * EVERY for number in range(1, 11) if number not in (*lacking, 9)]
+
+
+@contextmanager
+def lacking_memory(owner: type, method: str, lacks: bool = True) -> Iterator[None]:
+    """Within, this method raises as where memory is full."""
+
+    def raise_it(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("full, as planned")
+
+    with mock.patch.object(owner, method, raise_it) if lacks else nullcontext():
+        yield
 
 
 def a_state_that_one_rank_cannot_save(url: Path) -> None:

@@ -58,7 +58,8 @@ def seal(slot: Slot, step: int, origin: int, state: dict[str, np.ndarray] | None
     content = Content(header, layout.encoded, table, {"step": step}, {}, 0.0, XXH3)
     names = [layout.tensors[t].name for t in table.tensors]
     stager = Stager(lambda staging: None)
-    staging = stager.begin(slot, content, [CopySource(n, torch.from_numpy(arrays[n]), False) for n in names])
+    staging = stager.begin(slot, content)
+    stager.copy(staging, [CopySource(n, torch.from_numpy(arrays[n]), False) for n in names])
     staging.go()
     staging.wait_sealed(60)
     stager.close()

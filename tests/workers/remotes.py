@@ -243,7 +243,8 @@ def share(slot: Slot, step: int, of: int, num_ranks: int, tensors: dict[str, np.
     stager = Stager(lambda staging: None)
     content = Content(header, layout.encoded, table, {"step": step}, {}, 0.0, XXH3)
     sources = [CopySource(n, piece, False) for n, piece in zip(names, pieces, strict=True)]
-    staging = stager.begin(slot, content, sources)
+    staging = stager.begin(slot, content)
+    stager.copy(staging, sources)
     staging.go()
     staging.wait_sealed(60)
     stager.close()

@@ -83,7 +83,9 @@ class Rig:
         ordered = [leaves[layout_names[t]] for t in content.table.tensors]
         sources = [CopySource(leaf.name, leaf.pieces[0][1].detach(), self.earned(leaf)) for leaf in ordered]
         self._oracle = [raw(leaf.pieces[0][1]) for leaf in ordered]
-        staging = self.stager.begin(self.slot, content, sources)
+        staging = self.stager.begin(self.slot, content)
+        with staging.failing():
+            self.stager.copy(staging, sources)
         if go:
             staging.go()
         self.fence.forget()
