@@ -159,7 +159,7 @@ def load(
     """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
 
     Collective over `process_group` (default: the world). The contents of `state` are undefined until it returns, and if
-    it raises.
+    it raises. Where a save still copies tensors, nothing is written before that is done.
 
     If you load a whole step into the state that you save next, the run goes back to that step: later steps stay in the
     store but are no longer listed. Loading into other objects, or only a part, does not change the history.

@@ -39,6 +39,7 @@ from ckptlib.saving.session import Session
 from ckptlib.saving.unreached import warn_of_unreached
 from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
+from ckptlib.staging.fence import wait_for_copies
 from ckptlib.staging.stager import Content, CopyJob
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf
@@ -207,7 +208,10 @@ class Loaded(NamedTuple):
 
 
 def load_step(group: Group, source: StepSource, order: LoadOrder, generators: LoadedRng | None = None) -> Loaded:
-    """Fills the state from one step, and `generators` with the saved random state. Collective."""
+    """Fills the state from one step, and `generators` with the saved random state. Collective.
+
+    Writes nothing before this rank's copies of a save under way are over.
+    """
     with gc_pause.kept() as collect_again:  # around a call: what it made is gone when it returns
         return _load_step(group, source, order, generators, collect_again)
 
@@ -245,6 +249,7 @@ def _load_step(
     order.begun.update((want.name, source.save) for want in wanted.wants if want.name.split("/")[0] != RNG)
 
     def fill() -> None:
+        wait_for_copies()
         with progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 

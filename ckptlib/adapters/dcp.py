@@ -21,7 +21,7 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.checkpoint_id import place_of
 from ckptlib.adapters.dcp_optimizers import fill_named, fill_optimizers
-from ckptlib.adapters.dcp_overlap import Overlapping, wait_for_copies
+from ckptlib.adapters.dcp_overlap import Overlapping
 from ckptlib.adapters.optimizer_names import GROUPS, named_optimizers
 from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
 from ckptlib.catalog.catalog import Catalog
@@ -146,7 +146,6 @@ def load(
     partial = bool(getattr(planner, "allow_partial_load", False))
     _refuse_planning(process_group, no_dist, True, storage_reader=storage_reader, planner=None if partial else planner)
     url, step = place_of(checkpoint_id)
-    wait_for_copies()
     states = asked(state_dict)
     target = wrapped(states, allocate=True)
 

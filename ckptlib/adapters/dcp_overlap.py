@@ -77,12 +77,6 @@ class Overlapping:
         pending.staging.go()
 
 
-def wait_for_copies() -> None:
-    """Returns when nothing is copied any more that an optimizer owns."""
-    for fenced in list(_known.values()):
-        fenced.fence.wait()
-
-
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor lies here, and how; of a DTensor its shard."""
     return place(tensor)[1:]

@@ -35,6 +35,7 @@ from ckptlib.reading.nested import nested
 from ckptlib.reading.opened import CheckpointReader
 from ckptlib.reading.opened import open as open_step
 from ckptlib.reading.reader import Want
+from ckptlib.staging.fence import wait_for_copies
 from ckptlib.state.leaf import dtype_name
 
 
@@ -129,9 +130,13 @@ class StorageReader(TorchStorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills what the planner gives for each item, when the digests of the chunks it lies in were found right."""
+        """Fills what the planner gives for each item, when the digests of the chunks it lies in were found right.
+
+        Waits for copies of a save under way before.
+        """
         opened = self._opened
         assert opened is not None, "read_metadata was not called"
+        wait_for_copies()
         pieces: list[_Piece] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:

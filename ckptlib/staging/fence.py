@@ -1,4 +1,4 @@
-"""The fence: an optimizer that is about to write waits for the copy that still reads.
+"""The fence: an optimizer that is about to write waits for the copy that still reads. So does a load.
 
 It is a step pre-hook on every optimizer of the process, so no training script has to remember it, and one that came
 into the state after its last save, or is in none, waits as well: it may write to what others own. The hook also tells
@@ -150,6 +150,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         fence = found()
         if fence is not None:
             fence.before_step(optimizer)
+
+
+def wait_for_copies() -> None:
+    """Returns when this process copies nothing any more, on devices too: the caller is about to write to what may be
+    saved, on whatever stream. Raises WaitTimeout."""
+    for found in list(_installed.values()):
+        fence = found()
+        if fence is not None:
+            fence.wait()  # has a copy go on whose beginning was interrupted
+            fence.drain()
 
 
 # what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds

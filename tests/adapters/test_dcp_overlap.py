@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from helpers.registry import close_sessions
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -17,6 +18,7 @@ import ckptlib
 from ckptlib import dcp
 from ckptlib.errors import SaveFailed
 from ckptlib.staging.host_copies import HostCopies
+from ckptlib.staging.stager import Staging
 
 State = dict[str, Any]
 
@@ -167,6 +169,36 @@ def test_others_can_wait_for_the_copy(tmp_path: Path, gate: threading.Event) -> 
     waiting.join(60)
     loading.join(60)
     assert not same(training.copied(), before)
+    future.result(60)
+    assert same(loaded(tmp_path, 2), before)
+
+
+LOADS: dict[str, Callable[[State, Path, int], object]] = {
+    "ckptlib.load": lambda state, root, step: ckptlib.load(root, state, step, only="model"),
+    "StorageReader": lambda state, root, step: torch_dcp.load(
+        state, storage_reader=dcp.StorageReader(root.with_name(f"step-{step}"))
+    ),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_whatever_loads_waits_for_the_copy(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    """The copy begins when it is waited for, or else behind the load."""
+    training = earned(tmp_path, gate)
+    before = training.copied()
+    future = dcp.async_save(training.state(), checkpoint_id=tmp_path / "step-2", overlap=training.optim)
+    waits = Staging.wait_copied
+
+    def opening(staging: Staging) -> None:
+        gate.set()
+        waits(staging)
+
+    monkeypatch.setattr(Staging, "wait_copied", opening)
+    LOADS[load]({"model": training.state()["model"]}, tmp_path / "step", 1)
+    assert not same(training.copied(), before)
+    gate.set()
     future.result(60)
     assert same(loaded(tmp_path, 2), before)
 

@@ -24,7 +24,7 @@ from ckptlib.devices import accelerator
 from ckptlib.errors import WaitTimeout
 from ckptlib.slots.slot import Slot
 from ckptlib.staging import stager
-from ckptlib.staging.fence import Fence
+from ckptlib.staging.fence import Fence, wait_for_copies
 from ckptlib.staging.pair import CopySource
 
 
@@ -312,6 +312,41 @@ def test_an_optimizer_waits_for_the_copy_of_what_it_shares(tmp_path: Path, is_ne
         ckpt.pending.wait_committed(60)
     with ckptlib.open(tmp_path, 3) as saved:
         assert raw(saved.get_tensor("table/weight")) == expected
+
+
+def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
+    """Into a part of the state, of which few rows differ: no sample shows it."""
+    table = torch.nn.Embedding(20000, 8)
+    optimizer = torch.optim.SGD(table.parameters(), momentum=0.9)
+    with ckptlib.Checkpointer(tmp_path, {"table": table, "all": optimizer}, every=1, arena=tmp_path) as ckpt:
+        for step in (1, 2):
+            step_with_gradients(optimizer)
+            ckpt.after_step(step)
+            ckpt.pending.wait_committed(60)
+        with torch.no_grad():
+            table.weight[-3:] += 1  # all that step 2 has otherwise
+        table.weight.grad = torch.zeros_like(table.weight)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        expected = raw(table.weight)
+        with held(stager_of(ckpt)) as gate:
+            ckpt.after_step(3)
+            replace_pending(fence_of(ckpt), [OpensGate(gate, ckpt.pending.staging)])
+            ckptlib.load(tmp_path, {"table": table}, 2, only="table")
+        assert raw(table.weight) != expected
+        ckpt.pending.wait_committed(60)
+    with ckptlib.open(tmp_path, 3) as saved:
+        assert raw(saved.get_tensor("table/weight")) == expected
+
+
+def test_who_writes_on_any_stream_waits_for_the_device() -> None:
+    """And for all fences that are installed."""
+    fences, pending = [Fence(), Fence()], [Copy(on_device=True), Copy(on_device=True)]
+    for fence, copied in zip(fences, pending, strict=True):
+        fence.install([])
+        fence.guard(copied)
+    wait_for_copies()
+    assert [copied.copied for copied in pending] == [True, True]
 
 
 def test_copies_that_are_over_are_not_kept_where_no_optimizer_steps(tmp_path: Path) -> None:
