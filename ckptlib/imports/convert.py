@@ -84,7 +84,9 @@ def convert(
     scratch: str | Path | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> ImportReport:
-    """Saves a checkpoint that another library wrote as a step of a root. One process, no process group.
+    """Saves a checkpoint that another library wrote as a step of a root.
+
+    The process that calls it does it alone, whatever process group there is: in a job, call it on one rank, not on all.
 
     The source is never unpickled: its pickles are read as data, so no code of it runs. When it returns, the step is
     committed, and was read back and compared with the source. A conversion that fails leaves no step, unless the store
@@ -100,7 +102,8 @@ def convert(
              Default: the directory for temporary files.
 
     Raises FormatError for what is damaged or of no known format, UnsupportedState for objects that only unpickling
-    could make, StateError where the root has the step already.
+    could make, StateError where the root has later steps already, Superseded where another process began to save to the
+    root meanwhile.
     """
     if "://" in str(source):
         raise FormatError(f"{source}: an import reads files of this machine; copy them here first")
@@ -218,7 +221,7 @@ def _resumable(settings: Settings, left: Unfinished | None) -> Resumable:
 
 
 def _save(settings: Settings, flat: Flat, step: int, left: Unfinished | None) -> SaveId:
-    session = Session(replace(settings, resumable=_resumable(settings, left)), None)
+    session = Session(replace(settings, resumable=_resumable(settings, left)), None, alone=True)
     clean = False
     try:
         await_room(session)

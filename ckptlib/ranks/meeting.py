@@ -95,11 +95,10 @@ def _warn_of_others(world_size: str) -> None:
 
 
 def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) -> Notices:
-    """Those of the ranks of a process group, who met before, under a name that is new."""
-    found = group_or_world(over)
-    if found is None or found.size() == 1:
+    """Those of the ranks of a process group, who met before, under a name that is new. None: of a job of one."""
+    if over is None or over.size() == 1:
         return Notices(None, name, 1)
-    return Notices(shared_by(found, timeout).store, name, found.size())
+    return Notices(shared_by(over, timeout).store, name, over.size())
 
 
 def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedelta) -> None:

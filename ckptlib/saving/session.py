@@ -20,7 +20,7 @@ from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
 from ckptlib.policy.peers import DEVICE
-from ckptlib.ranks.group import Group
+from ckptlib.ranks.group import Group, SoloGroup
 from ckptlib.ranks.meeting import group_of, group_or_world, notices_over
 from ckptlib.ranks.together import together
 from ckptlib.saving.bounded_store import BoundedStore
@@ -66,19 +66,20 @@ class Session:
         over: dist.ProcessGroup | None,
         kind: Callable[[], str] = str,
         on_event: Callable[[Event], object] | None = None,
+        alone: bool = False,
     ) -> None:
         """Collective. Raises on all ranks where one finds something wrong with the store, or `kind` raises.
 
         `kind`: describes the boxes that this rank holds; see `kind_of`. Asked for where there are peers. `on_event`: of
-        this rank alone; see `listener`.
+        this rank alone; see `listener`. `alone`: this process is the whole job, whatever torch.distributed knows of.
         """
         check_platform()
         check_root(settings.url)
         fill_stdio()
         self.stopwatch = Stopwatch()
         self.settings = settings
-        self.over = group_or_world(over)
-        self.group: Group = group_of(over, settings.timeout)
+        self.over = None if alone else group_or_world(over)
+        self.group: Group = SoloGroup() if alone else group_of(over, settings.timeout)
         with ExitStack() as opened:  # who catches what is raised here may go on, and open another one
             opened.callback(self.group.close)
             opened.callback(self.stopwatch.let_go)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
+from launch import fork_ranks
 from sources import WRITTEN, assert_same_state, read, refuses, same, whole
 from torch import nn
 from typing_extensions import override
@@ -361,3 +362,7 @@ def test_a_file_without_a_single_element(tmp_path: Path) -> None:
     found = ckptlib.read(tmp_path / "root")
     assert found["config"] == {"lr": 0.1}
     assert same(found["empty"], torch.empty(0, 3))
+
+
+def test_one_rank_of_a_job_imports_alone(tmp_path: Path) -> None:
+    fork_ranks(str(Path(__file__).parent / "convert_ranks.py"), 2, tmp_path, timeout_s=120)
