@@ -68,6 +68,8 @@ class Writer:
         self._earlier: Message | None = None
         self._whole: tuple[SaveId, int] | None = None
         self._begun: Message | None = None
+        self._owes_record = False
+        """Whether it is to put the record at once, and has not said what became of that."""
         self._lent: Lent | None = None
         """To the first writer: what is known of the step that the job restored. Closed once a save is put."""
         self.waiting: Message | None = None
@@ -162,9 +164,10 @@ class Writer:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
-        put at once; answered by `begun`. `is_put`: it is in the store already. `again`: it may be; then that counts.
-        `is_new`: the root had no step when it was opened. `known`: of the step that the job restored; not told to a
-        writer in the place of a dead one, which looks for what that one has put. `seen`: see `GenerationRecord`.
+        put at once; rank 0's writer answers by `begun` or `not-begun`. `is_put`: it is in the store already. `again`:
+        it may be; then that counts. `is_new`: the root had no step when it was opened. `known`: of the step that the
+        job restored; not told to a writer in the place of a dead one, which looks for what that one has put. `seen`: see
+        `GenerationRecord`.
         """
         with self._lock:
             order = {
@@ -179,6 +182,7 @@ class Writer:
                 "seen": None if seen is None else seen.to_json(),
             }
             self._begun = {**order, "now": False}
+            self._owes_record = now and self._setup["rank"] == 0
             self._lent = None if known is None else lend(known)
             told = None if self._lent is None else self._lent.path
             self._channel.send({**self._begun, "now": now, "known": told})
@@ -239,10 +243,10 @@ class Writer:
         """The writer's events since the last call; waits up to `timeout_s` for the first.
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
-        out, or snapshots to be kept for a successor; where that fails, it is tried again. When it keeps dying, each of
-        the orders is answered by a failure instead, and each question by `undecided`. One that gave up a save, since
-        the store did not answer, is replaced: the next one publishes that. So is one that does not run. One that was
-        left is not.
+        out, or snapshots to be kept for a successor, or the record to be put at once; where that fails, it is tried
+        again. When it keeps dying, each of the orders is answered by a failure instead, and each question by
+        `undecided`. One that gave up a save, since the store did not answer, is replaced: the next one publishes that.
+        So is one that does not run. One that was left is not.
         """
         self._heard += self._channel.receive(timeout_s)
         with self._lock:
@@ -252,9 +256,9 @@ class Writer:
                     self._note(self._heard[0])
                     self._noted.append(self._heard[0])
                 self._heard.popleft()
-            keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
+            needed = (self._held is not None or self._owes_record) and self._deaths + 1 < MAX_DEATHS
             stuck = self._stuck or self._channel.stalled
-            lacks = not self.left and (stuck or (self._channel.closed and (self._open or keeps)))
+            lacks = not self.left and (stuck or (self._channel.closed and (self._open or needed)))
             if lacks and time.monotonic() >= self._start_at:
                 self._noted += self._revive()
         if self._channel.closed and not self._noted:  # it would have waited for whoever is not there
@@ -285,6 +289,8 @@ class Writer:
             self.waiting = None if event["request"] is None else event
         if kind == "begun" and self._begun is not None:  # another writer need not find out what the job continues
             self._begun |= {"record": event["record"], "continues": False}
+        if kind in ("begun", "not-begun"):
+            self._owes_record = False
         if kind in ("ready", "begun", "not-begun", "waiting"):
             return
         if kind == "swept":
@@ -319,7 +325,8 @@ class Writer:
         if self._deaths >= MAX_DEATHS:
             dropped, self._deaths = self._open.drop_all(), 0
         if self._begun is not None:
-            self._channel.send({**self._begun, "now": self._setup.get("local") is not None, "again": True})
+            now = self._owes_record or self._setup.get("local") is not None
+            self._channel.send({**self._begun, "now": now, "again": True})
         for path in self._slots:
             self._channel.send({"op": "slot", "path": path})
         if self._held is not None:

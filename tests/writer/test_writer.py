@@ -561,6 +561,22 @@ def test_a_writer_that_dies_while_it_keeps_snapshots_is_started_again(bench: Ben
     assert [step.number for step in read_root(bench.root)] == ([1] if keep_slots_s else [])
 
 
+def test_a_writer_that_dies_before_it_has_put_the_record_at_once_is_started_again(bench: Bench) -> None:
+    """Snapshots in memory count for nothing without it, and they order nothing."""
+    writer = bench.writer()
+    stop(writer.pid)
+    record = Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "here")
+    writer.begin(record.encode().decode(), ROOT_ID, 3, continues=False, now=True)
+    os.kill(writer.pid, signal.SIGKILL)
+    until(lambda: not alive(writer.pid))
+    hear(writer, "begun")
+    assert read_document(bench.root / record.id.key)["world_size"] == 1
+    os.kill(writer.pid, signal.SIGKILL)
+    until(lambda: not alive(writer.pid))
+    assert writer.poll() == []
+    assert not alive(writer.pid), "there is nothing to do"
+
+
 def test_who_asks_for_too_short_a_time_is_told_of_no_failure(bench: Bench) -> None:
     writer = bench.writer()
     save, slot = bench.slot(1)
