@@ -76,18 +76,25 @@ def part_there(disk: Catalog, save: SaveId, rank: int) -> PartName | None:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """The steps of the own generation that must stay."""
+    """The steps that must stay."""
 
     whole: SaveId | None
-    """The newest one that all ranks hold; None: not known, and all stays."""
+    """The newest one of the own generation that all ranks hold; None: not known, and all of it stays."""
     settled: int
     """Steps after it, up to this one, failed on some rank."""
     pinned: Set[SaveId]
     """Those that are drained, or wait for it, and the one that later saves refer to."""
     last: int
     """The newest so many."""
+    recorded: bool = True
+    """Whether the record of the own generation is in the store; else a restart finds it by what is noted here."""
     earlier: Set[SaveId] | None = None
-    """Of earlier generations, until all ranks hold one of the own; None: all of them."""
+    """Of earlier generations, until all ranks hold one of the own and it is recorded; None: all of them."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether nothing of earlier generations is needed any more."""
+        return self.whole is not None and self.recorded
 
 
 def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
@@ -98,6 +105,12 @@ def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
     sound = [save for save in ascending if save <= stays.whole or save.step > stays.settled]
     newest = {save for save in sound if save >= stays.whole}
     return newest | {*sound[-stays.last :]} | stays.pinned
+
+
+def _save_of(entry: Entry) -> SaveId | None:
+    """Whose part or pack it is."""
+    part = keys.parse_part_key(entry.key)
+    return keys.pack_save(entry.key) if part is None else part.save
 
 
 def unwanted(
@@ -111,7 +124,7 @@ def unwanted(
     found: list[tuple[bool, Entry]] = []
     for entry in objects:
         part = keys.parse_part_key(entry.key)
-        save, owner = (keys.pack_save(entry.key), keys.pack_rank(entry.key)) if part is None else (part.save, part.rank)
+        save, owner = _save_of(entry), keys.pack_rank(entry.key) if part is None else part.rank
         if save is None or save.generation > generation:
             continue
         mine = save.generation < generation or owner == rank
@@ -140,10 +153,15 @@ class DiskSweeper:
         parts = store.scan(keys.PARTS)
         oldest = self._now(parts) - UNFINISHED_S
         store.clean(oldest, keys.is_known)
-        earlier = stays.earlier if stays.whole is None else frozenset[SaveId]()
-        if earlier is None or (stays.whole is not None and stays.whole.generation != generation):
+        unknown = stays.whole is None and stays.earlier is None
+        if unknown or (stays.whole is not None and stays.whole.generation != generation):
             return []
+        earlier = frozenset[SaveId]() if stays.replaces else stays.earlier
         objects = [*parts, *store.scan(keys.PACKS)]
+        if earlier is None:
+            saves_of = ((_save_of(entry), entry) for entry in objects)
+            objects = [entry for save, entry in saves_of if save is not None and save.generation == generation]
+            earlier = frozenset()
         names = [name for entry in objects if (name := keys.parse_part_key(entry.key)) is not None and name.ok]
         mine = [name for name in names if name.rank == self._rank and name.save.generation == generation]
         saves = kept({name.save for name in mine}, stays)
@@ -151,7 +169,7 @@ class DiskSweeper:
         self._packs = {name.key: self._packs.get(name.key) or self._packs_of(name) for name in left}
         packs = frozenset[str]().union(*self._packs.values())
         gone = unwanted(objects, self._rank, generation, saves | earlier, packs)
-        if stays.whole is not None:
+        if stays.replaces:
             begun = ((keys.parse_begun_key(entry.key), entry) for entry in store.scan(keys.BEGUN))
             gone += [entry for of, entry in begun if of is not None and of < generation]
         for entry in gone:

@@ -50,6 +50,8 @@ class Word(NamedTuple):
     """1: this rank has as much to drain already as it may."""
     local_since: int = 0
     """From which step on all saves of this rank have come to be on its local disk."""
+    unrecorded: int = 0
+    """1: rank 0 has not heard that the record of the generation is in the store."""
     interval: int = 0
     """Steps between saves that this rank's overhead needs; 0: it keeps to none."""
     widen: int = 0

@@ -27,7 +27,8 @@ def say(session: Session, word: Word) -> tuple[Word, Poll]:
         oldest_held=_newest_held(session),
         held_since=snapshots.own.since,
         oldest_settled=snapshots.own.settled,
-        oldest_local=_newest_local(session),
+        unrecorded=int(not session.lineage.recorded),
+        oldest_local=session.tier.own.newest,
         oldest_local_settled=session.tier.own.settled,
     )
     return word, session.verdicts.poll()  # after `own` was asked: what is held has been voted upon
@@ -38,15 +39,10 @@ def _newest_held(session: Session) -> int:
     return session.snapshots.own.newest if session.lineage.recorded or session.settings.peers is None else NONE
 
 
-def _newest_local(session: Session) -> int:
-    """As above: local steps of earlier generations are needed until this generation can be restored."""
-    return session.tier.own.newest if session.lineage.recorded else NONE
-
-
 def follow(session: Session, word: Word) -> None:
     """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
     session.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
-    session.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled)
+    session.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled, bool(word.unrecorded))
     session.link.mend(bool(word.link_failed), bool(word.calm))
 
 
@@ -65,16 +61,16 @@ def _await_room(session: Session, timeout_s: float) -> None:
     while lacking:
         lacks = together(group, "waiting for a slot", lambda: _lacks_room(session, deadline, timeout_s))
         own, local = session.snapshots.own, session.tier.own
-        (any_lacks, since, local_since), (newest, settled, newest_local, local_settled) = group.extremes(
-            [int(lacks), own.since, local.since],
-            [_newest_held(session), own.settled, _newest_local(session), local.settled],
+        (any_lacks, since, local_since, unrecorded), (newest, settled, newest_local, local_settled) = group.extremes(
+            [int(lacks), own.since, local.since, int(not session.lineage.recorded)],
+            [_newest_held(session), own.settled, local.newest, local.settled],
         )
         lacking = bool(any_lacks)
         poll = session.verdicts.poll()
         if poll.votes:
             session.verdicts.conclude(poll, group.start_sum(poll.votes)())
         session.snapshots.note_all(newest, since, settled)
-        session.tier.note_all(newest_local, local_since, local_settled)
+        session.tier.note_all(newest_local, local_since, local_settled, bool(unrecorded))
 
 
 def await_local(session: Session, pending: Pending) -> None:

@@ -29,7 +29,9 @@ class TierState:
         self._begun: dict[int, bool | None] = {}
         """Saves whose end is not in `own` yet, in their order: whether the share is on the disk; None: not known."""
         self._whole_by_all = NONE
-        self._settled_by_all = NONE
+        self._told: tuple[int, int, bool] | None = None
+        """The writer was told: the newest step that all ranks have, the newest settled, and whether a record is there.
+        """
         self._skipped = 0
         """Saves in a row that stay local since there is too much to drain."""
 
@@ -86,17 +88,20 @@ class TierState:
             local_since=self.own.since,
         )
 
-    def note_all(self, oldest_local: int, latest_since: int, settled: int) -> None:
+    def note_all(self, oldest_local: int, latest_since: int, settled: int, unrecorded: bool) -> None:
         """Takes note of all ranks' words on their disks: minimum, maximum and minimum.
+
+        `unrecorded`: the record of the generation is not known to be in the store. A restart finds these steps by what
+        is noted on the disk of rank 0, and those of earlier jobs stay until the record is there.
 
         Steps between the newest whole one and the newest settled on all failed on some rank. They must not fill the
         disks of the others, or no save could succeed any more where they all share one.
         """
-        whole = max(self._whole_by_all, HeldSteps.by_all(oldest_local, latest_since))
-        if self._settings is None or whole == NONE or (whole, settled) == (self._whole_by_all, self._settled_by_all):
+        whole = self._whole_by_all = max(self._whole_by_all, HeldSteps.by_all(oldest_local, latest_since))
+        if self._settings is None or whole == NONE or (whole, settled, not unrecorded) == self._told:
             return
-        self._whole_by_all, self._settled_by_all = whole, settled
-        self._writer.whole(SaveId(whole, self._generation), settled)
+        self._told = whole, settled, not unrecorded
+        self._writer.whole(SaveId(whole, self._generation), settled, not unrecorded)
 
     def decide(self, step: int, word: Word, must: bool) -> bool:
         """Whether the save of `step` is drained; the same on all ranks. `must`: it is, whatever the policy says."""

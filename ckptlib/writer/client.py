@@ -66,7 +66,7 @@ class Writer:
         """Events that the writer has sent, and those of them that are still to be told."""
         self._held: SaveId | None = None
         self._earlier: Message | None = None
-        self._whole: tuple[SaveId, int] | None = None
+        self._whole: tuple[SaveId, int, bool] | None = None
         self._begun: Message | None = None
         self._owes_record = False
         """Whether it is to put the record at once, and has not said what became of that."""
@@ -143,10 +143,11 @@ class Writer:
         self._earlier = {"op": "earlier", "save": None if save is None else str(save)}
         self._channel.send(self._earlier)
 
-    def whole(self, save: SaveId, settled: int) -> None:
-        """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`."""
-        self._whole = save, settled
-        self._channel.send({"op": "whole", "save": str(save), "settled": settled})
+    def whole(self, save: SaveId, settled: int, recorded: bool) -> None:
+        """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`.
+        `recorded`: the record of the generation is in the store; else those of earlier jobs stay."""
+        self._whole = save, settled, recorded
+        self._channel.send({"op": "whole", "save": str(save), "settled": settled, "recorded": recorded})
 
     def begin(
         self,

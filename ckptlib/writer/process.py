@@ -188,7 +188,7 @@ class WriterProcess:
             self._held = save
         elif op == "whole":
             if self._tier is not None:
-                self._tier.note_whole(save, int(message["settled"]))
+                self._tier.note_whole(save, int(message["settled"]), bool(message["recorded"]))
         elif op == "void":
             self._expected.pop(save, None)
             self._persists.put(partial(self._fail, save, SaveFailed(message["error"]), drains))

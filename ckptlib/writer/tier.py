@@ -54,8 +54,11 @@ class Tier:
         """The last one."""
         self._whole: SaveId | None = None
         """The newest one that all ranks have on their disks, as the trainer told."""
+        self._recorded = False
+        """Whether the record of the generation is in the store, as the trainer told."""
         self._earlier: frozenset[SaveId] | None = None
-        """What a restart needs of the steps of earlier jobs, before there is a whole one; None: that is not known."""
+        """What a restart needs of the steps of earlier jobs, before there is a whole one and the record; None: that is
+        not known."""
         self._settled = -1
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
@@ -90,9 +93,10 @@ class Tier:
         with self._lock:
             self._new = (self._new & self._undrained) | {save}
 
-    def note_whole(self, save: SaveId, settled: int) -> None:
-        """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
-        self._whole, self._settled = save, settled
+    def note_whole(self, save: SaveId, settled: int, recorded: bool) -> None:
+        """All ranks have it on their disks, and nothing that follows up to the step `settled`. `recorded`: the store
+        has the record of the generation. From any thread."""
+        self._whole, self._settled, self._recorded = save, settled, recorded
 
     def note_earlier(self, save: SaveId | None) -> None:
         """The newest step of earlier jobs that a restart would find on the local disks; None: there is none. From any
@@ -106,13 +110,14 @@ class Tier:
         with self._lock:
             pinned = {*self._undrained}
         if least:
-            stays = Stays(self._whole, self._settled, pinned - {save}, 1, self._earlier)
+            stays = Stays(self._whole, self._settled, pinned - {save}, 1, self._recorded, self._earlier)
             sweep_quietly(self._sweeper, save.generation, stays)
             return
         if self._drained is not None and not self._failed(self._drained):
             pinned.add(self._drained)
         committed = [known for known in self._steps.saves if known.generation == save.generation]
-        stays = Stays(self._whole, self._settled, pinned | {*committed[-1:]}, self._settings.keep_last)
+        pinned |= {*committed[-1:]}
+        stays = Stays(self._whole, self._settled, pinned, self._settings.keep_last, self._recorded)
         sweep_quietly(self._sweeper, save.generation, stays)
 
     def note_begun(self) -> None:

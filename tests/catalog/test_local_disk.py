@@ -132,7 +132,7 @@ def test_on_a_full_disk_only_what_a_restart_needs_stays_of_older_generations(tmp
     disk.store.put(unnamed, b"of a save that found no room")
     note(disk.store, Begun(Generation(generation, 2, None, 0.0, {}, "here"), 1, True))
     sweeper = DiskSweeper(disk, 0)
-    gone = sweeper.sweep(own, Stays(None, -1, frozenset(), 1, frozenset({olds[1]})))
+    gone = sweeper.sweep(own, Stays(None, -1, frozenset(), 1, earlier=frozenset({olds[1]})))
     assert {keys.pack_save(e.key) for e in gone} == {None, olds[0], olds[2], SaveId(4, own)}
     for save in (olds[1], new):
         assert {*disk.parts(save)} == {0, 1}
@@ -140,9 +140,38 @@ def test_on_a_full_disk_only_what_a_restart_needs_stays_of_older_generations(tmp
             part = disk.part(part_there(disk, save, rank))  # type: ignore[arg-type]
             assert all((tmp_path / pack.key).exists() for pack in part.packs)
     assert noted(disk.store), "its record may not be in the store yet"
-    assert sweeper.sweep(own, Stays(None, -1, frozenset(), 1, frozenset())), "and nothing where no step is whole"
+    assert sweeper.sweep(own, Stays(None, -1, frozenset(), 1, earlier=frozenset())), "nothing where no step is whole"
     assert disk.parts(olds[1]) == {}
     assert {*disk.parts(new)} == {0, 1}
+
+
+def test_before_the_record_is_there_older_steps_of_the_own_generation_go(tmp_path: Path) -> None:
+    """A restart finds the newest by what is noted here. Where that cannot be read, it goes back to an older generation,
+    of which no part need be readable for the sweep."""
+    disk, generation = make_disk(tmp_path)
+    olds = [put(disk, generation, step) for step in range(1, 4)]
+    (part,) = (tmp_path / olds[2].parts_prefix).glob("000000-*")
+    flip_bit(part, part.stat().st_size // 2)
+    left = generation_objects(tmp_path, generation)
+    own = GenerationId(generation.number + 1, "0" * 8)
+    news = [put(disk, own, step) for step in range(4, 8)]
+    for of in (generation, own):
+        note(disk.store, Begun(Generation(of, 2, None, 0.0, {}, "here"), 1, True))
+    sweeper = DiskSweeper(disk, 0)
+    sweeper.sweep(own, Stays(news[3], -1, frozenset(), 2, recorded=False))
+    assert [0 in disk.parts(save) for save in news] == [False, False, True, True]
+    assert generation_objects(tmp_path, generation) == left
+    sweeper.sweep(own, Stays(news[3], -1, frozenset(), 1, recorded=False, earlier=frozenset({olds[1]})))
+    assert [0 in disk.parts(save) for save in news] == [False, False, False, True]
+    assert [bool(disk.parts(save)) for save in olds] == [False, True, False], "the disk is full"
+    assert len(noted(disk.store)) == 2
+    sweeper.sweep(own, Stays(news[3], -1, frozenset(), 1, recorded=True, earlier=frozenset({olds[1]})))
+    assert disk.parts(olds[1]) == {}
+    assert [begun.record.id for begun in noted(disk.store)] == [own]
+
+
+def generation_objects(disk: Path, generation: GenerationId) -> set[Path]:
+    return set(disk.glob(f"p*s/*-{generation}/*"))
 
 
 def test_what_is_noted_of_a_generation_goes_with_it(tmp_path: Path) -> None:

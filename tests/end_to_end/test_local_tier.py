@@ -201,6 +201,33 @@ def test_a_bucket_that_is_away_before_the_first_save_delays_what_is_drained_only
     assert steps(tiered.bucket) == [3, 6, 7]
 
 
+def test_a_bucket_that_is_away_before_the_first_save_takes_no_more_of_the_disk_than_one_that_is_away_later(
+    tiered: Tiered,
+) -> None:
+    """And a restart finds the newest step, though the record comes behind it."""
+    with tiered.open() as ckpt:
+        for step in (1, 2):
+            tiered.saved(ckpt, step)
+    tiered.job = Job(tiered.bucket, seed=1)
+    ckpt = tiered.open()
+    assert ckpt.restore().step == 2
+    tiered.away(True, "generations|packs|parts|steps")
+    for step in range(3, 16):
+        tiered.saved(ckpt, step)
+    assert len(list(tiered.bucket.glob("generations/*.json"))) == 1
+    assert {1, 2, 3, 4, 14, 15} <= {*tiered.on_disk()}, "the job before, what is to be drained, and the newest"
+    assert len(tiered.on_disk()) <= 9
+    bits = tiered.job.bits()
+    os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+    ckpt.__exit__(InterruptedError, InterruptedError(), None)
+    tiered.away(False)
+    tiered.job = Job(tiered.bucket, seed=2)
+    with tiered.open() as ckpt:
+        report = ckpt.restore()
+        assert (report.step, report.tier) == (15, "local")
+        assert tiered.job.bits() == bits
+
+
 def test_a_full_bucket_fails_what_is_drained_and_ends_no_training(tiered: Tiered) -> None:
     with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
         tiered.plans({"op": "commit", "key": "^packs", "action": "full"})

@@ -22,11 +22,11 @@ class FakeWriter:
 
     def __init__(self) -> None:
         self.num_undrained = 0
-        self.told: list[tuple[SaveId, int]] = []
+        self.told: list[tuple[SaveId, int, bool]] = []
         self.needed: list[SaveId | None] = []
 
-    def whole(self, save: SaveId, settled: int) -> None:
-        self.told.append((save, settled))
+    def whole(self, save: SaveId, settled: int, recorded: bool) -> None:
+        self.told.append((save, settled, recorded))
 
     def earlier(self, save: SaveId | None) -> None:
         self.needed.append(save)
@@ -76,13 +76,21 @@ def test_the_writer_is_told_what_all_ranks_have(writer: FakeWriter) -> None:
     words = [state.say(Word(4), failed=False) for state in states]
     oldest, since = min(state.own.newest for state in states), max(word.local_since for word in words)
     for state in states:
-        state.note_all(oldest, since, 3)
-        state.note_all(oldest, since, 3)
-    assert writer.told == [(SaveId(3, GENERATION), 3)] * 2
-    states[0].note_all(2, 3, 3)
+        state.note_all(oldest, since, 3, unrecorded=False)
+        state.note_all(oldest, since, 3, unrecorded=False)
+    assert writer.told == [(SaveId(3, GENERATION), 3, True)] * 2
+    states[0].note_all(2, 3, 3, unrecorded=False)
     assert len(writer.told) == 2, "step 2 failed on some rank"
-    states[0].note_all(3, 5, 4)
-    assert writer.told[2:] == [(SaveId(3, GENERATION), 4)], "what only some ranks have of step 4 may go"
+    states[0].note_all(3, 5, 4, unrecorded=False)
+    assert writer.told[2:] == [(SaveId(3, GENERATION), 4, True)], "what only some ranks have of step 4 may go"
+
+
+def test_the_writer_is_told_when_the_record_is_there(writer: FakeWriter) -> None:
+    """What is whole meanwhile can be restored without, so it is told before."""
+    state = state_of(writer)
+    for unrecorded in (True, True, False, False):
+        state.note_all(3, 0, 3, unrecorded)
+    assert writer.told == [(SaveId(3, GENERATION), 3, False), (SaveId(3, GENERATION), 3, True)]
 
 
 def test_a_save_that_this_rank_gives_up_ends_behind_those_that_the_writer_is_busy_with(writer: FakeWriter) -> None:
@@ -126,6 +134,6 @@ def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
     assert state.decide(1, word, must=False)
     state.expect(1)
     state.note(1, True)
-    state.note_all(1, 0, 1)
+    state.note_all(1, 0, 1, unrecorded=False)
     state.note_restored(1, [])
     assert writer.told == writer.needed == []

@@ -199,14 +199,14 @@ def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> N
     first = saves.save()
     saves.drain(first)
     for step in range(2, 9):
-        saves.tier.note_whole(SaveId(step - 1, saves.generation), step - 1)
+        saves.tier.note_whole(SaveId(step - 1, saves.generation), step - 1, recorded=True)
         assert sources(saves.save(drained=False)) == {1, step}
     left = {int(path.name[:12]) for path in (saves.directory / "disk" / "parts").iterdir()}
     assert left == {1, 7, 8}
     second = saves.save()
     saves.drain(second)
     for step in range(10, 13):
-        saves.tier.note_whole(SaveId(step - 1, saves.generation), step - 1)
+        saves.tier.note_whole(SaveId(step - 1, saves.generation), step - 1, recorded=True)
         assert sources(saves.save(drained=False)) == {1, step}
     left = {int(path.name[:12]) for path in (saves.directory / "disk" / "parts").iterdir()}
     assert left == {9, 11, 12}, "the packs of step 1 stay, its part does not"
@@ -216,7 +216,7 @@ def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> N
 @pytest.mark.parametrize("drained", [True, False])
 def test_a_second_attempt_on_a_full_disk_finds_no_packs_of_the_first(saves: Saves, drained: bool) -> None:
     first, second = saves.save(), saves.save()
-    saves.tier.note_whole(first.save, first.save.step)
+    saves.tier.note_whole(first.save, first.save.step, recorded=True)
     save = SaveId(3, saves.generation)
     if drained:
         saves.tier.expect(save)
