@@ -23,7 +23,7 @@ from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import Fields, decode, dump_body, seal
 from ckptlib.format.sharding import Placement
-from ckptlib.format.tagged_values import MAX_ALIKE, brief
+from ckptlib.format.tagged_values import brief
 from ckptlib.format.values import Json
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ H = TypeVar("H", bound=Hashable)
 KIND = "layout"
 MAX_NDIM = 64
 MAX_NUMEL = 2**60
+
+MAX_ALIKE = 100
+"""Different shapes with one hash."""
 
 
 @dataclass(frozen=True, slots=True)

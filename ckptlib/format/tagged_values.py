@@ -11,7 +11,7 @@ import binascii
 import math
 import reprlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from typing_extensions import override
@@ -29,9 +29,13 @@ BARE_INTS = 2**53  # below this, a float64 holds every int: RFC 8259, section 6
 NEST = "$nest"
 """The tag of a container that stood in the state itself, and was saved whole."""
 
-MAX_ALIKE = 100
-"""Keys of a dict, or items of a set, with one hash. Python compares each with all before it; those that are made
-to have one take the square of their number."""
+MAX_COMPARED = 100
+"""Things of one hash with which each key of a dict, or item of a set, is compared on average. Python compares it with
+all before it; those that are made to have one hash take the square of their number."""
+
+FEW = 2_000
+"""A dict or a set of fewer items takes as many comparisons as one of so many may: all of 600 may have one hash. That
+costs 0.01 s for tuples of ten items, and a second or two for the longest that a document of a megabyte has room for."""
 
 MAX_NDIM = 64  # numpy's own
 
@@ -275,16 +279,18 @@ def _expect_fields(data: object, where: Where, *names: str) -> list[object]:
     return [data[name] for name in names]
 
 
-def alike(items: Iterable[Hashable]) -> int:
-    """How many items have one hash, at the most."""
-    return max(Counter(map(hash, items)).values(), default=0)
+def are_spread(items: Collection[Hashable]) -> bool:
+    """Whether Python soon makes a dict or a set of items that differ: whether few enough have one hash."""
+    most = MAX_COMPARED * max(len(items), FEW)
+    return _pairs(len(items)) <= most or sum(map(_pairs, Counter(map(hash, items)).values())) <= most
+
+
+def _pairs(count: int) -> int:
+    return count * (count - 1) // 2
 
 
 def _expect_spread(items: list[Hashable], where: Where) -> None:
-    if len(items) > MAX_ALIKE:
-        _expect(
-            alike(items) <= MAX_ALIKE, where, f"at most {MAX_ALIKE} items that have one hash", f"{len(items)} items"
-        )
+    _expect(are_spread(items), where, "fewer items that have one hash", f"{len(items)} items")
 
 
 def expect_hashable(value: object, where: Where) -> Hashable:

@@ -31,12 +31,12 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import tagged_values
-from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, NEST, Where, is_unicode, text_of
+from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, NEST, Where, are_spread, is_unicode, text_of
 
 if TYPE_CHECKING:
     pass
@@ -63,6 +63,16 @@ def encode_nest(value: object, path: str) -> Json:
 def is_nest(data: object) -> bool:
     """Whether `encode_nest` wrote it."""
     return isinstance(data, dict) and NEST in data
+
+
+def require_spread(items: Collection[Hashable], where: Where) -> None:
+    """Raises UnsupportedState where so many keys of a dict, or items of a set, have one hash that `decode` refuses."""
+    if not are_spread(items):
+        raise UnsupportedState(
+            f"{text_of(where)}: too many of its {len(items):,} items have one hash, which makes every dict or set of "
+            "them slow (-1 and -2 have the same one in Python, and tuples of them, too); keep them in a list, or with "
+            "keys such as text"
+        )
 
 
 def decode(data: Json, path: str = "", depth: int = 0) -> object:
@@ -161,11 +171,16 @@ def _encode_tuple(value: tuple[object, ...], where: Where, depth: int) -> Json:
 
 
 def _encode_set(value: set[object], where: Where, depth: int) -> Json:
-    return {"$set": sorted(_encode_list(value, where, depth), key=dumps)}
+    return {"$set": _encode_items(value, where, depth)}
 
 
 def _encode_frozenset(value: frozenset[object], where: Where, depth: int) -> Json:
-    return {"$frozenset": sorted(_encode_list(value, where, depth), key=dumps)}
+    return {"$frozenset": _encode_items(value, where, depth)}
+
+
+def _encode_items(value: Collection[Hashable], where: Where, depth: int) -> list[Json]:
+    require_spread(value, where)
+    return sorted(_encode_list(value, where, depth), key=dumps)
 
 
 def _encode_dict(value: dict[object, object], where: Where, depth: int) -> Json:
@@ -194,6 +209,7 @@ def _encode_counter(value: Counter[object], where: Where, depth: int) -> Json:
 
 
 def _encode_pairs(value: Mapping[object, object], where: Where, depth: int) -> list[Json]:
+    require_spread(value, where)
     return [
         [_encode(key, (where, key), depth + 1), _encode(item, (where, key), depth + 1)] for key, item in value.items()
     ]

@@ -238,6 +238,7 @@ class Foreign:
             self.add_value(name, node)
             return "value"
         if isinstance(node, dict):
+            values.require_spread(node, name)
             kind = "odict" if isinstance(node, OrderedDict) else "dict"
             pairs = [
                 (values.encode(key, name), self._tree(inner, join(name, key), depth + 1))

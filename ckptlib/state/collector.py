@@ -226,6 +226,7 @@ class Collector:
                 "another type; return dict, OrderedDict, list or tuple from state_dict()"
             )
         if isinstance(node, Mapping):
+            values.require_spread(node, path)
             pairs: list[Json] = [
                 [values.encode(k, path, depth + 1), self._tree(v, join(path, k), per_rank, depth + 1)]
                 for k, v in node.items()

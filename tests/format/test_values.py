@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -140,3 +142,32 @@ def test_ints_of_more_digits_than_python_converts() -> None:
         encode({(huge,): object()}, "x")
     with pytest.raises(FormatError, match="huge"):
         decode({"$dict": [[{"$int": hex(huge)}, {"$nope": 1}]]}, "x")
+
+
+def of_one_hash(count: int) -> list[tuple[int, ...]]:
+    """In Python -1 and -2 have one."""
+    return [*itertools.islice(itertools.product((-1, -2), repeat=14), count)]
+
+
+IN_CONTAINERS: dict[str, Callable[[list[tuple[int, ...]]], object]] = {
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict.fromkeys,
+    "OrderedDict": OrderedDict.fromkeys,
+    "Counter": Counter,
+}
+
+
+@pytest.mark.parametrize("make", IN_CONTAINERS.values(), ids=IN_CONTAINERS)
+def test_items_of_one_hash(make: Callable[[list[tuple[int, ...]]], object]) -> None:
+    few = make(of_one_hash(512))
+    assert same(through(few), few)
+    with pytest.raises(UnsupportedState, match=r"^x.seen: too many of its 1,024 items have one hash"):
+        encode({"seen": make(of_one_hash(1024))}, "x")
+
+
+def test_more_items_of_one_hash_where_there_are_many_others() -> None:
+    many = {*of_one_hash(2048), *range(30_000)}
+    assert through(many) == many
+    with pytest.raises(UnsupportedState, match="too many of its 34,096 items"):
+        encode({*of_one_hash(4096), *range(30_000)}, "x")

@@ -143,6 +143,9 @@ def array_of(dtype: object = "<f4", shape: object = (), data: object = "AAAAAA==
     return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data": data}
 
 
+OF_ONE_HASH = [{"$int": hex((2**61 - 1) * i)} for i in range(1, 1000)]
+
+
 def scalar_of(dtype: object, value: object) -> dict[str, object]:
     return {"dtype": dtype, "value": value}
 
@@ -166,9 +169,10 @@ HOSTILE = [
     *tagged("$bytes", 1, "A", "AA", "A===", "AA==\n", "\u00e9"),
     *tagged("$complex", [1.0], [1, 2], [1.0, 2.0, 3.0], {}, [1.0, "2"], "1j"),
     *tagged("$tuple", 1, {}, "ab"),
-    *tagged("$set", [1, 1], [1, True], [[1]], [{}], {}),
+    *tagged("$set", [1, 1], [1, True], [[1]], [{}], {}, OF_ONE_HASH),
     *tagged("$frozenset", [[]], 1),
     *tagged("$dict", {}, [1], [[1]], [[1, 2, 3]], [[[], 1]], [[1, 2], [1, 3]], [[1, 2], [True, 3]], ["ab"]),
+    *tagged("$dict", [[key, None] for key in OF_ONE_HASH]),
     *tagged("$odict", {}, [[{}, 1]], [["a", 1], ["a", 2]]),
     *tagged("$counter", {}, [[{}, 1]], [["a", 1], ["a", 2]]),
     *tagged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
@@ -403,3 +404,14 @@ def test_what_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
     assert info.metrics == metrics
     with pytest.raises(UnsupportedState, match=r"metrics.*nested deeper than 100 levels; does it contain itself"):
         ckptlib.save(tmp_path, state, 2, metrics={"deep": nested(101, 0.5)})
+
+
+def test_tensors_of_an_object_by_keys_of_one_hash(tmp_path: Path) -> None:
+    """In Python -1 and -2 have one: the tree of an object that is saved is one that a load takes."""
+    table = {key: torch.full((1,), float(i)) for i, key in enumerate(itertools.product((-1, -2), repeat=7))}
+    ckptlib.save(tmp_path, {"q": Holder(table)}, 1)
+    ckptlib.load(tmp_path, {"q": (loaded := Holder({}))})
+    assert loaded.content == table
+    content = dict.fromkeys(itertools.product((-1, -2), repeat=10), 0) | {0: torch.ones(1)}
+    with pytest.raises(UnsupportedState, match=r"^q: too many of its 1,025 items have one hash"):
+        ckptlib.save(tmp_path, {"q": Holder(content)}, 2)

@@ -25,6 +25,7 @@ from hostile_parts import (
     scalars,
     tensors,
     tree,
+    tuples_of_one_hash,
     values_of,
 )
 from hostile_root import Body
@@ -168,6 +169,10 @@ ATTACKS: dict[str, tuple[str, Attack | str]] = {
         "part",
         values_of({"a": {"$set": [{"$complex": [3e10 - 1000003.0 * i, float(i)]} for i in range(20_000)]}}),
     ),
+    "part: long tuples of one hash": (
+        "part",
+        values_of({"a": {"$odict": [[{"$tuple": [0] * 720 + one}, 0] for one in tuples_of_one_hash(630)]}}),
+    ),
     "part: an array of a huge shape": (
         "part",
         values_of(
@@ -242,6 +247,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "layout: many objects and names": ("load all",),
     "layout: what torch reads in two ways": ("verify", "load", "restore", "finish"),
     "part: ints of one hash": ("values", "verify", "load", "restore"),
+    "part: long tuples of one hash": ("values", "load"),
     "part: an array of a huge shape": ("values", "verify", "load"),
     "part: deep": ("values", "show", "show --json", "verify"),
     "part: boxes in 4 dims": ("verify", "load"),

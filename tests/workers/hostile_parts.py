@@ -46,6 +46,11 @@ def colliding_shapes(count: int, within: int) -> list[list[int]]:
     return found
 
 
+def tuples_of_one_hash(count: int) -> list[list[int]]:
+    """In Python -1 and -2 have one."""
+    return [[-1 - (i >> bit & 1) for bit in range(14)] for i in range(count)]
+
+
 def dims_of(shape: list[int]) -> list[int]:
     return [0, *shape]
 
