@@ -44,7 +44,7 @@ class LoadPlan:
     def __init__(self, saved: SavedNames, asked: Selection, cast: bool) -> None:
         self.saved, self._asked = saved, asked
         self.named, self.wanted = asked.named, asked.wanted
-        self._cast = cast
+        self.cast = cast
         self._wants: list[Want[torch.Tensor]] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -175,7 +175,7 @@ class LoadPlan:
             elif saved_name in self.saved.objects:
                 self.use(saved_name)
         else:
-            self._fill(tensor, name, saved_name, self._cast)
+            self._fill(tensor, name, saved_name, self.cast)
 
     def fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
         """Fills the inner tensors of an instance, if it is of the kind that was saved.

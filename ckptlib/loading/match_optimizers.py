@@ -1,6 +1,7 @@
 """Where the state of optimizers goes: tensor by tensor, by parameter, never through `load_state_dict`.
 
-So it goes into an optimizer that has not stepped yet, and keeps the dtype it was saved with.
+So it goes into an optimizer that has not stepped yet, and keeps the dtype it was saved with; where dtypes may differ,
+torch's own optimizers get what they keep in the dtype of the parameter in that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
-from ckptlib.state.leaf import Sharded, dtype_name, leaf_of, torch_dtype
+from ckptlib.state.leaf import Sharded, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
 from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
@@ -91,7 +92,7 @@ class OptimizerTargets:
                 full = f"{path}/{name}"
                 known = ordered if kind is None else self._known(kind, optimizer, param, full, ordered, alike)
                 if known is not None and self._fit(kind, param, full, saved_name, known):
-                    self._add_param_state(optimizer, options, param, known)
+                    self._add_param_state(optimizer, options, param, known, kind)
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
@@ -179,6 +180,7 @@ class OptimizerTargets:
         options: Mapping[str, object],
         param: torch.Tensor,
         entries: Mapping[str, str],
+        kind: Kind | None,
     ) -> None:
         """`options`: the hyper-parameters that its group is going to have."""
         builds: dict[str, Callable[[], object]] = {}
@@ -186,12 +188,14 @@ class OptimizerTargets:
         for key, name in entries.items():
             if name in self._saved.objects:
                 tree, there = self._saved.objects[name], now.get(key)
-                kind = kind_in(tree)
-                if kind is not None and there is None:
-                    there = self._another(optimizer, param, kind, name)
+                subclass = kind_in(tree)
+                if subclass is not None and there is None:
+                    there = self._another(optimizer, param, subclass, name)
                 builds[key] = rebuild(self._plan, tree, name, there, _device_of(param))
             elif name in self._saved.tensors:
-                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, options))
+                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, options, kind))
+            elif kind is not None and key in kind.scalars:
+                builds[key] = _constant(_scalar(self._saved.value(name), param, options))
             else:
                 builds[key] = _constant(self._saved.value(name))
 
@@ -224,21 +228,29 @@ class OptimizerTargets:
         return None if known is None else another(known, param, make)
 
     def _state_tensor(
-        self, name: str, key: str, now: object, param: torch.Tensor, options: Mapping[str, object]
+        self,
+        name: str,
+        key: str,
+        now: object,
+        param: torch.Tensor,
+        options: Mapping[str, object],
+        kind: Kind | None,
     ) -> torch.Tensor:
         """The tensor that is there, or one such as the optimizer itself would make with the options it will have."""
         entry = self._saved.tensors[name]
         dtype = torch_dtype(entry.dtype)
+        if self._plan.cast and kind is not None and key in kind.shapes and _are_floats(dtype, param.dtype):
+            dtype = param.dtype
         by_hand = self._params.by_hand.get(id(param))
         if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
-            alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
+            alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (param.shape, dtype)
             tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
             cut = Sharded(tensor, by_hand.offset, by_hand.shape)
             self._plan.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
             return tensor
-        by_kernel = options.get("capturable") or options.get("fused")  # which takes no scalar from the host
+        by_kernel = _is_by_kernel(options)
         misplaced = by_kernel and not entry.shape and isinstance(now, torch.Tensor) and now.device != _device_of(param)
-        if fits(now, entry) and not misplaced:
+        if fits(now, entry) and now.dtype == dtype and not misplaced:
             tensor = now
         elif key != "step" and entry.shape == tuple(param.shape):
             tensor = plain_like(param, dtype)
@@ -254,6 +266,24 @@ class OptimizerTargets:
 
 def _device_of(param: torch.Tensor) -> torch.device:
     return param.to_local().device if isinstance(param, DTensor) else param.device
+
+
+def _is_by_kernel(options: Mapping[str, object]) -> bool:
+    """Whether a kernel makes the step, which takes no scalar from the host."""
+    return bool(options.get("capturable") or options.get("fused"))
+
+
+def _scalar(value: object, param: torch.Tensor, options: Mapping[str, object]) -> object:
+    """The tensor that torch's own load makes of a number."""
+    if not isinstance(value, (int, float)):
+        return value
+    double = torch.get_default_dtype() == torch.float64 and not options.get("fused")
+    device = _device_of(param) if _is_by_kernel(options) else "cpu"
+    return torch.tensor(float(value), dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def _are_floats(*dtypes: torch.dtype) -> bool:
+    return all(dtype.is_floating_point for dtype in dtypes)
 
 
 def _constant(value: object) -> Callable[[], object]:

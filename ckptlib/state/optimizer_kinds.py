@@ -64,7 +64,10 @@ _AT_ONCE = {"Adagrad"}
 """Those that make their state when they are made, and never again."""
 
 _OWN_SHAPE = {"step", "eta", "mu", "mu_product"}
-"""Keys whose tensors do not have the shape of the parameter."""
+"""Keys whose tensors do not have the shape of the parameter, and are scalars."""
+
+_COUNTS_IN_INTS = {"SparseAdam"}
+"""Those whose scalars are Python's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Kind:
     """With those that it needs."""
     shapes: Mapping[str, Shape]
     """Of those that are of one shape."""
+    scalars: frozenset[str]
+    """Keys whose values are tensors without dimensions. Numbers they were before torch 1.12, and are in DeepSpeed."""
     at_once: bool
     """Whether it needs them before its first step."""
 
@@ -112,4 +117,5 @@ def kind_of(optimizer: torch.optim.Optimizer, options: Mapping[str, object], sha
         known |= needed
     else:
         shapes = dict.fromkeys(known - _OWN_SHAPE, shape)
-    return Kind(frozenset(needed), frozenset(known), shapes, name in _AT_ONCE)
+    scalars = frozenset() if name in _COUNTS_IN_INTS else known & _OWN_SHAPE
+    return Kind(frozenset(needed), frozenset(known), shapes, frozenset(scalars), name in _AT_ONCE)

@@ -80,7 +80,7 @@ def test_optimizers_go_on_by_name(tmp_path: Path, name: str) -> None:
     numbered = torch.load(HOME / "zero0" / TAG / "mp_rank_00_model_states.pt", weights_only=True)["optimizer"]["state"]
     for number, (key, param) in enumerate(trained(net)):
         state = optimizer.state[param]
-        assert float(state["step"]) == 3
+        assert same(state["step"], torch.tensor(3.0))
         for kind in ("exp_avg", "exp_avg_sq"):
             if name == "zero2":
                 assert torch.allclose(state[kind], numbered[number][kind], rtol=1e-5, atol=1e-12), (key, kind)

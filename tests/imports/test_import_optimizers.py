@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,36 @@ def test_an_optimizer_whose_group_has_a_tuple_of_tensors(tmp_path: Path) -> None
     assert type(found) is tuple
     for a, b in zip(optimizer.param_groups[0]["betas"], found, strict=True):
         assert same(a, b)
+
+
+COUNTING = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+def test_scalars_that_are_numbers_become_tensors(
+    tmp_path: Path, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> None:
+    """As torch before 1.12 kept them, and DeepSpeed's optimizers do; the next step fails with a number."""
+    param, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    optimizer, fresh = make([param]), make([other])
+    param.grad = other.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    numbers = {key: value if value.ndim else value.item() for key, value in state["state"][0].items()}
+    kept = {**numbers, "step": int(numbers["step"])}
+    torch.save({"w": param.detach(), "optimizer": {**state, "state": {0: kept}}}, tmp_path / "old.pt")
+    ckptlib.convert(tmp_path / "old.pt", tmp_path / "root", params={"optimizer": ["w"]})
+    ckptlib.load(tmp_path / "root", {"w": other, "optimizer": fresh})
+    assert_same_state(optimizer.state[param], fresh.state[other])
+    optimizer.step()
+    fresh.step()
+    assert same(param, other)
 
 
 def test_a_list_in_an_optimizers_state_that_is_left_out(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_sparse_adam(root: Root) -> None:
     step(table, optimizer, 2)
     step(other, resumed, 2)
     assert same(params(other), params(table))
+    assert [type(state["step"]) for state in resumed.state.values()] == [int]
 
 
 class OwnAdam(optim.Optimizer):
@@ -145,6 +146,23 @@ def test_moments_keep_their_dtype(root: Root) -> None:
     train(other, resumed, 3, 6)
     assert same(params(other), params(model))
     assert same(state_of(resumed), state_of(optimizer))
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, optim.Adafactor, OwnAdam], ids=lambda make: make.__name__)
+def test_moments_are_cast_with_their_parameters(root: Root, make: Any) -> None:
+    """As torch's own load does it, whose optimizers cannot step otherwise; of other classes they are left alone."""
+    model, other = model_of(), model_of(torch.bfloat16)
+    optimizer, resumed = make(model.parameters()), make(other.parameters())
+    train(model, optimizer, 0, 3)
+    train(other, resumed, 0, 1)
+    for moments in resumed.state.values():
+        moments.update({key: value.float() for key, value in moments.items() if isinstance(value, torch.Tensor)})
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed}, cast=True)
+    dtype = torch.float32 if make is OwnAdam else torch.bfloat16
+    for state, saved in zip(resumed.state.values(), optimizer.state.values(), strict=True):
+        whole = {key: value.to(dtype) for key, value in saved.items() if isinstance(value, torch.Tensor) and value.ndim}
+        assert same({**saved, **whole}, state)
+    train(other, resumed, 3, 4)
 
 
 class Counted(optim.Optimizer):
