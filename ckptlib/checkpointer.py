@@ -292,10 +292,14 @@ class Checkpointer:
 
         The RNG state is restored as the first body begins, as by `restore_random`. The state after the last
         step is always saved. When a rank receives SIGTERM or SIGUSR1, or `preempted` says so, all ranks save once more
-        and the loop ends early; a `with` block raises Preempted then, which ends the process with status 75. If the
-        program installed handlers of its own before it created the Checkpointer, those stay.
+        and the loop ends early, as does each later one, before its first body; a `with` block raises Preempted then,
+        which ends the process with status 75. If the program installed handlers of its own before it created the
+        Checkpointer, those stay.
         """
         self._check_open()
+        if self._steps.stopping:  # since the loop before: a step of this one would stand for bodies that never ran
+            self._steps.preempted |= start < total
+            return
         self._put_back_random()
         if not self._turns.started:
             self._keeper.warn_of_early_batches()

@@ -167,8 +167,8 @@ class Writer:
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
         put at once; rank 0's writer answers by `begun` or `not-begun`. `is_put`: it is in the store already. `again`:
         it may be; then that counts. `is_new`: the root had no step when it was opened. `known`: of the step that the
-        job restored; not told to a writer in the place of a dead one, which looks for what that one has put. `seen`: see
-        `GenerationRecord`.
+        job restored; not told to a writer in the place of a dead one, which looks for what that one has put.
+        `seen`: see `GenerationRecord`.
         """
         with self._lock:
             order = {

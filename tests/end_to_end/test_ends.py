@@ -358,6 +358,25 @@ def test_a_loop_that_does_not_ask_whether_to_stop_ends_all_the_same(job: Job, bl
         ckpt.after_step(10)
 
 
+@pytest.mark.parametrize("at", [7, 99], ids=["within the first", "as the first ends"])
+def test_a_signal_ends_all_loops_of_a_program(job: Job, at: int) -> None:
+    """The next loop did one body, and its step was committed: a restart would have gone on from there."""
+    bodies = []
+
+    def train() -> None:
+        with job.checkpointer(every=1000) as ckpt:
+            for step in (step for epoch in range(3) for step in ckpt.loop(100 * epoch, 100 * epoch + 100)):
+                bodies.append(step)
+                job.body()
+                if len(bodies) == at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ckptlib.Preempted, match="75"):
+        train()
+    assert bodies == list(range(at + 1))
+    assert steps(job.root) == [at + 1]
+
+
 def test_a_handler_of_the_users_own_is_left_alone(job: Job) -> None:
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *args: seen.append(args))
