@@ -68,6 +68,8 @@ class SavedOptimizers:
     def __init__(self, opened: CheckpointReader) -> None:
         self._stand_ins = StandIns(opened)
         self._tree = nested(self._stand_ins)
+        self._filled: dict[int, object] = {}
+        """By id of what stands in the tree: the same with its tensors read."""
         for path, described in opened.trees.items():
             if isinstance(described, dict) and "optimizer" in described:
                 name_parameters(self._tree, path)
@@ -88,14 +90,15 @@ class SavedOptimizers:
                 self._want(saved, f"{STATE}.{name}.{key}", value, entries, key, full, wanted)
         for i, group in enumerate(node[GROUPS]):
             for key in [key for key in group if key not in (PARAMS, NAMES)]:
-                found = [saved[flat] for name in group[PARAMS] if (flat := f"{GROUPS}.{name}.{key}") in saved]
-                if any(value != found[0] for value in found):
+                found = [flat for name in group[PARAMS] if (flat := f"{GROUPS}.{name}.{key}") in saved]
+                if any(self._told(saved[flat]) != self._told(saved[found[0]]) for flat in found):
                     raise StateMismatch(
                         f"{path}: group {i} of the state dict has parameters that were in several groups, with "
                         f"different {key}; make the optimizer's groups as they were"
                     )
                 if found:
-                    wanted.values.append((group, key, found[0]))
+                    full = join(join(join(path, GROUPS), i), key)
+                    self._want(saved, found[0], group[key], group, key, full, wanted)
 
     def _want(
         self, saved: Mapping[str, object], flat: str, now: object, node: Node, key: str, name: str, wanted: Wanted
@@ -105,11 +108,23 @@ class SavedOptimizers:
             return
         source = self._stand_ins.saved_as(saved[flat])
         if source is None:
-            wanted.values.append((node, key, saved[flat]))
+            wanted.values.append((node, key, self._read(saved[flat])))
         elif isinstance(now, torch.Tensor):
             wanted.tensors.setdefault(source, []).append(now)
         else:
             raise StateMismatch(f"{name}: is a plain value in the state dict; the checkpoint has a tensor")
+
+    def _told(self, value: object) -> object:
+        """To be compared: a tensor by its name."""
+        if isinstance(value, (list, tuple)):
+            return [*map(self._told, value)]
+        return value if (source := self._stand_ins.saved_as(value)) is None else source
+
+    def _read(self, value: object) -> object:
+        """A value with the tensors that are in it, such as betas: one for all parameters of a group."""
+        if id(value) not in self._filled:
+            self._filled[id(value)] = self._stand_ins.filled(value)
+        return self._filled[id(value)]
 
     def _by_name(self, path: str) -> dict[str, object] | None:
         """Flat: state.<parameter>.<key> and param_groups.<parameter>.<option>; None where there is no optimizer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,56 @@ def test_groups_that_were_others(tmp_path: Path) -> None:
     other = torch.optim.AdamW(other_model.parameters())
     with pytest.raises(ckptlib.StateMismatch, match="several groups, with different lr"):
         dcp.load({"optim": get_optimizer_state_dict(other_model, other)}, checkpoint_id=tmp_path / "step-1")
+
+
+TENSORS: dict[str, Callable[[float], State]] = {
+    "lr": lambda at: {"lr": torch.tensor(at)},
+    "betas": lambda at: {"betas": (torch.tensor(at), torch.tensor(0.97))},
+}
+
+
+def with_tensors(option: str, at: float, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters(), foreach=False, **TENSORS[option](at))
+    model(torch.ones(3)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", TENSORS)
+def test_options_that_are_tensors(tmp_path: Path, form: str, option: str) -> None:
+    model, optim = with_tensors(option, 0.5, 1)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "step-1")
+    other_model, other = with_tensors(option, 0.25, 2)
+    found = get_optimizer_state_dict(other_model, other, options=FORMS[form])
+    dcp.load({"optim": found, "model": other_model.state_dict()}, checkpoint_id=tmp_path / "step-1")
+    set_optimizer_state_dict(other_model, other, found, options=FORMS[form])
+    given = other.param_groups[0][option]
+    assert (given if option == "lr" else given[0]).tolist() == 0.5
+    assert told(other) == told(optim)
+    for each in (optim, other):
+        each.step()
+    assert all(a.equal(b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("option", TENSORS)
+def test_groups_with_other_tensors(tmp_path: Path, option: str) -> None:
+    model, other_model = nn.Linear(3, 2), nn.Linear(3, 2)
+    groups = [{"params": [p], **TENSORS[option](at)} for p, at in zip(model.parameters(), (0.5, 0.25), strict=True)]
+    dcp.save({"model": model, "optim": torch.optim.AdamW(groups, foreach=False)}, checkpoint_id=tmp_path / "step-1")
+    other = torch.optim.AdamW(other_model.parameters(), foreach=False, **TENSORS[option](0.5))
+    with pytest.raises(ckptlib.StateMismatch, match=f"several groups, with different {option}"):
+        dcp.load({"optim": get_optimizer_state_dict(other_model, other)}, checkpoint_id=tmp_path / "step-1")
+
+
+def test_a_tensor_where_the_state_dict_has_a_number(tmp_path: Path) -> None:
+    model, optim = with_tensors("lr", 0.5, 1)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "step-1")
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ckptlib.StateMismatch, match="optim/param_groups/0/lr: is a plain value in the state dict"):
+        dcp.load({"optim": get_optimizer_state_dict(model, other)}, checkpoint_id=tmp_path / "step-1")
 
 
 def test_dtypes_are_converted_if_asked(tmp_path: Path) -> None:
