@@ -331,7 +331,7 @@ def _finish() -> None:
         each.known.set()
     for folders in CkptlibAccelerator._folders.values():
         try:
-            folders.wait()
+            folders.end()
         except (CkptError, OSError) as error:
             log.error("%s", error)
 

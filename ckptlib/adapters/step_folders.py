@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from contextlib import suppress
 from pathlib import Path
 
@@ -108,6 +109,7 @@ class StepFolders:
         self._leaving: dict[SaveId, Path | None] = {}
         """Steps that could not be dropped yet, and the drafts that stay until they are, where there are any."""
         self._publishing: list[Future[None]] = []
+        self._ending = False
         self._failed: OSError | None = None
         self._left = threading.Event()
         self._lock: int | None = None
@@ -210,12 +212,19 @@ class StepFolders:
 
     def wait(self) -> None:
         """Returns when all that was asked for is done. Raises OSError where a directory could not get its name."""
+        wait_for_all(self._publishing)  # for all of them, whatever one of them raises
         for future in self._publishing:
             future.result()
         self._publishing.clear()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
+
+    def end(self) -> None:
+        """As `wait`, while Python ends: directories get their names, and nothing is removed, since that needs threads,
+        of which Python begins none by now."""
+        self._ending = True
+        self.wait()
 
     def close(self) -> None:
         """Waits as `wait` does, and drops the steps of directories that somebody else has removed meanwhile."""
@@ -247,6 +256,8 @@ class StepFolders:
         """The training goes on where this fails: its rank would stop alone."""
         try:
             folder = self._give_name(name, save)
+            if self._ending:
+                return
             for other in self._beyond(folder):
                 log.info("%s is removed, as it is one too many", other)
                 self._remove(other)
@@ -271,7 +282,7 @@ class StepFolders:
         flush(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save
-        if replaced is not None:
+        if replaced is not None and not self._ending:
             self._drop({replaced: None})
         return folder
 
@@ -329,7 +340,8 @@ class StepFolders:
                     if draft is not None:
                         shutil.rmtree(draft, ignore_errors=True)
                 sweep(catalog, None, None)
-        except (CkptError, OSError) as error:  # they only take room: `ckptlib gc` deletes them
+        except (CkptError, OSError, RuntimeError) as error:  # they only take room: `ckptlib gc` deletes them
+            # the last of these: Python ends, and begins no thread
             log.warning("%s: steps that no directory names are left: %s", self._root, error)
 
 

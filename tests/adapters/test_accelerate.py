@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from accelerate.state import AcceleratorState
 from helpers.half_dropped import dropped_by_halves
 from helpers.registry import close_sessions
 from helpers.same import same
-from launch import fork_ranks, forked
+from launch import environment, fork_ranks, forked
 from places import WORKERS
 
 import ckptlib
@@ -144,6 +146,28 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     assert codes == [0, 0], output[-20000:]
     assert all("File name too long" in (directory / f"rank-{rank}").read_text() for rank in (0, 1))
     assert sorted(path.name for path in directory.iterdir()) == ["ckptlib", "good", "rank-0", "rank-1"]
+
+
+UNENDED = """
+import sys
+import torch
+from accelerate.utils import ProjectConfiguration
+from ckptlib.adapters.accelerate import CkptlibAccelerator
+project = ProjectConfiguration(project_dir=sys.argv[1], automatic_checkpoint_naming=True, total_limit=1)
+accelerator = CkptlibAccelerator(cpu=True, project_config=project)
+accelerator.prepare(torch.nn.Linear(2, 2))
+for _ in range(3):
+    accelerator.save_state()
+"""
+
+
+def test_a_program_that_ends_without_saying_so(tmp_path: Path) -> None:
+    """All that is committed by then gets its name. What is too many may stay: Python begins no thread any more."""
+    (tmp_path / "unended.py").write_text(UNENDED)
+    command = [sys.executable, str(tmp_path / "unended.py"), str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr[-20000:]
+    assert (tmp_path / "checkpoints" / "checkpoint_2" / POINTER).exists()
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
