@@ -52,7 +52,7 @@ class LoadPlan:
         self._kinds: dict[str, str] = {}
         """By name that is missing: the entry of another kind that the checkpoint has there."""
         self._plain: set[str] = set()
-        """Names of plain values that one side lacks, and nobody asked for by themselves."""
+        """Names, mostly of plain values, that one side lacks, and nobody asked for by themselves."""
         self._foreign: dict[str, str] = {}
         self._values: dict[str, object] = {}
         self._finish: list[Callable[[], None]] = []
@@ -110,6 +110,11 @@ class LoadPlan:
     def miss(self, name: str) -> None:
         """The state has this name, and the checkpoint has not."""
         self._missing.append(name)
+
+    def excuse(self, name: str) -> None:
+        """That the checkpoint lacks this name is no reason to refuse the rest, unless it was asked for by itself."""
+        if not self._asked.is_asked_for(name):
+            self._plain.add(name)
 
     def miss_kind(self, name: str, saved_name: str, here: str) -> bool:
         """Whether the checkpoint has another kind of entry there, which is noted. `here`: the kind in the state."""
@@ -249,8 +254,7 @@ class LoadPlan:
         if name not in self.saved.values_at(name):
             if not self.miss_kind(path, name, "a plain value"):
                 self.miss(path)
-                if not self._asked.is_asked_for(path):
-                    self._plain.add(path)
+                self.excuse(path)
             return
         value = self.take_value(path)
         if setter is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import setitem
 from typing import Any
 
@@ -33,6 +34,9 @@ from ckptlib.state.rng import LoadedRng
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
 from ckptlib.state.wrappers import canonical, is_extra_state
+
+Given = dict[int, tuple[nn.Module, dict[str, object]]]
+"""By id of a submodule that turns back what its hooks made: what it will be given of that, by name within it."""
 
 
 def targets(
@@ -145,11 +149,14 @@ class _Walk(Visitor[Setter]):
         made: dict[int, torch.Tensor] = {}
         state, holders = state_to_fill(module, path)  # what a hook of it puts in the place of parameters counts
         owners = owners_of(module)
-        filled: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]] = {}
-        """By id of a submodule that turns back what its hooks made: what is filled of that, by name within it."""
+        filled: Given = {}
         for name, value in state:
             full = f"{path}/{name}" if path else name
-            if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            if is_extra_state(name):
+                continue
+            if not isinstance(value, torch.Tensor):
+                if name in holders:
+                    self._add_other(value, full, holders[name], filled, self._device_of(module))
                 continue
             self._params.add(value, full)
             if name in holders:
@@ -162,13 +169,7 @@ class _Walk(Visitor[Setter]):
             self._plan.then(partial(put_back, holder, tensors))
         self._add_extra_states(module, path)
 
-    def _add_made(
-        self,
-        tensor: torch.Tensor,
-        name: str,
-        holder: Holder,
-        filled: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]],
-    ) -> None:
+    def _add_made(self, tensor: torch.Tensor, name: str, holder: Holder, filled: Given) -> None:
         """A tensor that hooks made is filled, and then goes back through `load_state_dict()`."""
         if tensor.device.type == "meta":
             if self._plan.wanted(name):
@@ -180,6 +181,21 @@ class _Walk(Visitor[Setter]):
         self._plan.add_tensor(tensor, name)
         if self._plan.fills(tensor):
             filled.setdefault(id(holder.module), (holder.module, {}))[1][holder.name] = tensor
+
+    def _add_other(self, value: object, name: str, holder: Holder, filled: Given, device: torch.device | None) -> None:
+        """What is no tensor, such as a list of some, is made anew, and then goes back through `load_state_dict()`."""
+        known = filled.get(id(holder.module), (holder.module, {}))
+        if add_object(self._plan, name, lambda: value, partial(setitem, known[1], holder.name), device):
+            filled[id(holder.module)] = known
+        else:
+            self._plan.excuse(name)
+
+    def _device_of(self, module: nn.Module) -> torch.device | None:
+        """Where its tensors are, or will be."""
+        tensor = next(chain(module.parameters(), module.buffers()), None)
+        if tensor is None:
+            return self._device
+        return tensor.device if tensor.device.type != "meta" else self._device or home_of(tensor)
 
     def _materialise(
         self, meta: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]], made: dict[int, torch.Tensor]

@@ -24,13 +24,13 @@ def add_object(
     get: Callable[[], object],
     load: Callable[[Any], object],
     device: torch.device | None = None,
-) -> None:
-    """Rebuilds the `state_dict()` of an object, and gives it back to it.
+) -> bool:
+    """Rebuilds the `state_dict()` of an object, and gives it back to it. Returns whether the checkpoint has it.
 
     `device`: of tensors that the object has not yet.
     """
     if not plan.wanted(path, whole=True):
-        return
+        return False
     name = plan.named(path)
     tree = plan.saved.objects.get(name)
     saved = plan.saved.values_at(name)
@@ -43,8 +43,11 @@ def add_object(
         now = get()
         build = rebuild(plan, tree, name, now, device)
         plan.then(lambda: _call_like(now, load, build()))
-    elif not plan.miss_kind(path, name, "an object"):
-        plan.miss(path)
+    else:
+        if not plan.miss_kind(path, name, "an object"):
+            plan.miss(path)
+        return False
+    return True
 
 
 def rebuild(

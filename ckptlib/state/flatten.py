@@ -22,6 +22,7 @@ from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
 from ckptlib.state.leaf import PLAIN, Sharded
+from ckptlib.state.made_tensors import lost
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
 from ckptlib.state.nests import is_nest
@@ -160,8 +161,10 @@ class _Walk(Visitor[bool], Collector):
             elif isinstance(value, torch.Tensor) and not is_extra_state(name):
                 names.append(full)
                 tensors.append(value)
-            else:
+            elif name in made_by_hooks or is_extra_state(name):
                 others.append((full, value))
+            else:
+                raise lost(value, full)
         own = [per_rank] * len(names)
         is_made_of_others = any_subclass(tensors)
         if is_made_of_others:

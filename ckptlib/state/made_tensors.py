@@ -1,11 +1,14 @@
-"""Tensors that hooks of a module's `state_dict()` make, such as the parts of a fused weight.
+"""What a module's `state_dict()` gives beside its own tensors: those that hooks make, such as the parts of a fused
+weight, and what is no tensor, such as the list of tensors that a metric has gathered.
 
-They are saved as they are given. To load into them changes nothing of the module, so what was loaded goes to
-`load_state_dict()` of the submodule whose hooks know the way back; `state_dict()` must give the same again then.
+It is saved as it is given. To load into it changes nothing of the module, so what was loaded goes to
+`load_state_dict()` of the submodule whose hooks know the way back; of tensors, `state_dict()` must give the same again.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,6 +23,8 @@ from ckptlib.state.structure import is_of_fsdp
 from ckptlib.state.subclasses import apart, is_subclass
 from ckptlib.state.wrappers import canonical, inner_name, is_extra_state
 
+log = logging.getLogger(__name__)
+
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -28,52 +33,63 @@ class Holder(NamedTuple):
 
     module: nn.Module
     name: str
-    """Of the tensor, within it."""
+    """Of the entry, within it."""
 
 
 def made_in(module: nn.Module, state: Mapping[str, object], path: str) -> dict[str, Holder]:
-    """By canonical name, the tensors of `state`, its `state_dict()`, that are not in the module's own memory.
+    """By canonical name, the entries of `state`, its `state_dict()`, that are not in the module's own memory.
 
-    Raises UnsupportedState for one that no submodule would turn back: a load into it would be lost.
+    Raises UnsupportedState for a tensor that no submodule would turn back: a load into it would be lost. Leaves out
+    what is no tensor and would be lost: a save refuses that, and a load goes on without.
     """
     tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     own = {id(tensor) for tensor in tensors}
-    others = {
-        key: value
-        for key, value in state.items()
-        if id(value) not in own and isinstance(value, torch.Tensor) and not is_extra_state(key)
-    }
+    others = {key: value for key, value in state.items() if id(value) not in own and not is_extra_state(key)}
     if not others:
         return {}
     memory = {part.untyped_storage().data_ptr() for tensor in tensors for part in _plain(tensor, path)}
     found = {}
     for key, value in others.items():
-        if not _is_made(value, memory, path):
+        if isinstance(value, torch.Tensor) and not _is_made(value, memory, path):
             continue
         name = canonical(module, key)
         holder = _holder_of(module, name)
-        if holder is None:
+        if holder is not None:
+            found[name] = holder
+        elif isinstance(value, torch.Tensor):
             raise UnsupportedState(
                 f"{path}: state_dict() returns a copy of {key!r}, not the module's own tensor, so load could not fill "
                 "it in place, and no load_state_dict() pre-hook would turn it back; register one, or pass an object "
                 "whose state_dict() and load_state_dict() call the module's"
             )
-        found[name] = holder
     return found
 
 
-def put_back(module: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
-    """`filled`: by name within the module, what its `state_dict()` made, and a load filled.
+def lost(value: object, name: str) -> UnsupportedState:
+    """The refusal of an entry that is no tensor, and that no submodule would take back."""
+    return UnsupportedState(
+        f"{name}: state_dict() returns a {type(value).__qualname__}, and no load_state_dict() pre-hook or "
+        "_load_from_state_dict() would take it back; give that submodule one, or get_extra_state() and "
+        "set_extra_state(), or pass an object whose state_dict() and load_state_dict() call the module's"
+    )
 
-    Collective where the hooks are. Raises StateMismatch where `state_dict()` gives something else then.
+
+def put_back(module: nn.Module, filled: Mapping[str, object]) -> None:
+    """`filled`: by name within the module, what its `state_dict()` made, and a load filled or made anew.
+
+    Collective where the hooks are. Raises StateMismatch where `state_dict()` gives other tensors then.
     """
     with torch.no_grad():
-        before = module.state_dict(keep_vars=True)
-        names = {key: canonical(module, key) for key in before}
-        module.load_state_dict({key: filled.get(names[key], value) for key, value in before.items()}, strict=False)
+        state = copy.copy(module.state_dict(keep_vars=True))  # with the versions that torch puts beside it
+        names = {key: canonical(module, key) for key in state}
+        state.update({key: filled[name] for key, name in names.items() if name in filled})
+        told = module.load_state_dict(state, strict=False)
+        for key in getattr(told, "unexpected_keys", ()):
+            if key in names and names[key] in filled and not isinstance(state[key], torch.Tensor):
+                log.warning("%s: nothing of %s takes what was loaded", names[key], type(module).__qualname__)
         for key, value in module.state_dict(keep_vars=True).items():
             wanted = filled.get(names.get(key, key))
-            if wanted is not None and not _equal(wanted, value):
+            if isinstance(wanted, torch.Tensor) and not _equal(wanted, value):
                 raise StateMismatch(
                     f"{names[key]}: {type(module).__qualname__}.load_state_dict() was given what was loaded, and its "
                     "state_dict() gives something else now; its hooks do not turn back what they make"

@@ -35,12 +35,12 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
 
 
 def made_names(module: nn.Module) -> frozenset[str]:
-    """The canonical names of what hooks made, when `named_state` last looked."""
+    """The canonical names of what hooks made, and of what is no tensor, when `named_state` last looked."""
     return _made[module]
 
 
 def state_to_fill(module: nn.Module, path: str) -> tuple[list[tuple[str, object]], dict[str, Holder]]:
-    """As `named_state`, for a load; and by canonical name what turns back the tensors that hooks made."""
+    """As `named_state`, for a load; and by canonical name what turns back the entries that hooks made."""
     state = _asked(module, path)
     return list(_named(module, state)), made_in(module, state, path)
 

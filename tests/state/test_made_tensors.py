@@ -1,10 +1,11 @@
-"""Tensors that hooks of `state_dict()` make come back through the hooks of `load_state_dict()`, or are refused."""
+"""What `state_dict()` gives beside a module's own tensors comes back through `load_state_dict()`, or is refused."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from onerank import bits, opened
+from onerank import bits, opened, same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -237,6 +238,108 @@ def test_a_module_without_memory(tmp_path: Path) -> None:
         target.to_empty(device="cpu")
         root.load({"m": target})
     assert whole(target) == whole(Fused(2.0))
+
+
+class Gathering(nn.Module):
+    """As metrics are: what they gather, and how often, is in their `state_dict()` and in no buffer."""
+
+    def __init__(self, gathered: list[torch.Tensor], calls: int | None, value: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 3), value))
+        self.gathered, self.calls = gathered, calls
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}gathered"], destination[f"{prefix}calls"] = [*self.gathered], self.calls
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.gathered, self.calls = state.pop(f"{prefix}gathered"), state.pop(f"{prefix}calls")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class Forgetful(Gathering):
+    """Has no way to load what it gives."""
+
+    _load_from_state_dict = nn.Module._load_from_state_dict  # type: ignore[assignment]
+
+
+GATHERED: list[list[torch.Tensor]] = [[], [torch.arange(4.0)], [torch.ones(2, 2), torch.zeros(0), torch.tensor(5)]]
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_what_is_no_tensor_comes_back(tmp_path: Path, wrapping: str) -> None:
+    """Once a step with a list in a module was committed, and could not be loaded, not even into the same module."""
+
+    def model(gathered: list[torch.Tensor], calls: int | None, value: float) -> tuple[nn.Module, Gathering]:
+        inner = Gathering([tensor.clone() for tensor in gathered], calls, value)
+        return WRAPPINGS[wrapping](nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner, nn.Linear(4, 2)))), inner
+
+    with opened(tmp_path) as root:
+        for before, now in zip(GATHERED, [*GATHERED[1:], GATHERED[0]], strict=True):
+            source, given = model(now, 7, 3.0)
+            target, taken = model(before, None, 0.0)
+            root.move({"m": source}, {"m": target})
+            assert same(taken.gathered, now)
+            assert taken.calls == 7
+            assert whole(target) == whole(source)
+            given.calls = None
+            root.load({"m": source})
+            assert same(given.gathered, now)
+            assert given.calls == 7
+
+
+def test_a_part_of_what_is_no_tensor(tmp_path: Path) -> None:
+    target = Gathering([], 0)
+    with opened(tmp_path) as root:
+        root.move({"m": Gathering([torch.ones(2)], 7, 3.0)}, {"m": target}, only="m/calls")
+        assert (target.gathered, target.calls, target.weight.sum()) == ([], 7, 0)
+        root.load({"m": target}, only=["m/gathered", "m/weight"])
+    assert same(target.gathered, [torch.ones(2)])
+    assert target.weight.sum() == 36
+
+
+@pytest.mark.parametrize("calls", [7, None])
+def test_what_nothing_would_take_back_is_not_saved(tmp_path: Path, calls: int | None) -> None:
+    module = nn.Sequential(Forgetful([], calls))
+    with opened(tmp_path) as root, pytest.raises(UnsupportedState, match=r"m/0.gathered: .* a list, .* take it back"):
+        root.save({"m": module})
+    assert not [*tmp_path.glob("steps/*")]
+
+
+def test_steps_that_lack_it_or_have_more_of_it_load_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, unable, astray = Gathering([], 4), Forgetful([], 4), nn.Sequential(Forgetful([], 4))
+    astray.register_load_state_dict_pre_hook(lambda *given: None)
+    bare, source = Gathering([], 7, 3.0), Gathering([], 7, 3.0)
+    monkeypatch.setattr(bare, "_save_to_state_dict", partial(nn.Module._save_to_state_dict, bare))
+    with opened(tmp_path) as root:
+        assert {*root.move({"m": bare}, {"m": target}).missing} == {"m/gathered", "m/calls"}
+        assert {*root.move({"m": source}, {"m": unable}, optional="m/gathered").unexpected} == {"m/gathered", "m/calls"}
+        root.move({"m": nn.Sequential(source)}, {"m": astray})
+    assert [target.calls, unable.calls, astray[0].calls] == [4, 4, 4]
+    assert {module.weight.sum().item() for module in (target, unable, astray[0])} == {36}  # type: ignore[union-attr, operator]
+    assert "0.calls: nothing of Sequential takes what was loaded" in caplog.text
+
+
+def test_a_metric_that_gathers_comes_back(tmp_path: Path) -> None:
+    metrics = pytest.importorskip("torchmetrics")
+
+    def model() -> nn.ModuleDict:
+        metric = metrics.CatMetric()
+        metric.persistent(True)
+        return nn.ModuleDict({"layer": nn.Linear(2, 2), "metric": metric})
+
+    source, target = model(), model()
+    with opened(tmp_path) as root:
+        root.move({"m": source}, {"m": target})
+        for value in (1.0, 2.0):
+            source["metric"].update(torch.full((2,), value))
+        root.move({"m": source}, {"m": target})
+    assert target["metric"].compute().tolist() == [1, 1, 2, 2]
 
 
 class Holder:
