@@ -1,7 +1,8 @@
 """Where loaded data goes: the tensors to be filled, and the calls to be made once they are.
 
-Modules and optimizers are filled in place; optimizer state is written tensor
-by tensor, so it goes into an optimizer that has not stepped yet and keeps the dtype it was saved with.
+Modules and optimizers are filled in place, and what modules do of their own as they are loaded is done then.
+Optimizer state is written tensor by tensor, so it goes into an optimizer that has not stepped yet and keeps the dtype
+it was saved with.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import owners_of, state_to_fill
 from ckptlib.state.nests import is_all_plain
+from ckptlib.state.own_loads import own_loads
 from ckptlib.state.rng import LoadedRng
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
@@ -149,27 +151,30 @@ class _Walk(Visitor[Setter]):
         made: dict[int, torch.Tensor] = {}
         state, holders = state_to_fill(module, path)  # what a hook of it puts in the place of parameters counts
         owners = owners_of(module)
-        filled: Given = {}
+        back: Given = {}
         for name, value in state:
             full = f"{path}/{name}" if path else name
             if is_extra_state(name):
                 continue
             if not isinstance(value, torch.Tensor):
                 if name in holders:
-                    self._add_other(value, full, holders[name], filled, self._device_of(module))
+                    self._add_other(value, full, holders[name], back, self._device_of(module))
                 continue
             self._params.add(value, full)
             if name in holders:
-                self._add_made(value, full, holders[name], filled)
+                self._add_made(value, full, holders[name], back)
             elif value.device.type != "meta":
                 self._plan.add_tensor(value, full)
             elif self._plan.wanted(full):
                 self._materialise(value, full, owners.get(id(value), []), made)
-        for holder, tensors in filled.values():
-            self._plan.then(partial(put_back, holder, tensors))
-        self._add_extra_states(module, path)
+        self._add_extra_states(module, path)  # first: what the module does of its own may need them
+        for holder, entries in back.values():
+            self._plan.then(partial(put_back, holder, entries))
+        filled = (n for n, t in state if isinstance(t, torch.Tensor) and self._plan.fills(made.get(id(t), t)))
+        for call in own_loads(module, filled, [holder for holder, _ in back.values()]):
+            self._plan.then(call)
 
-    def _add_made(self, tensor: torch.Tensor, name: str, holder: Holder, filled: Given) -> None:
+    def _add_made(self, tensor: torch.Tensor, name: str, holder: Holder, given: Given) -> None:
         """A tensor that hooks made is filled, and then goes back through `load_state_dict()`."""
         if tensor.device.type == "meta":
             if self._plan.wanted(name):
@@ -180,13 +185,13 @@ class _Walk(Visitor[Setter]):
             return
         self._plan.add_tensor(tensor, name)
         if self._plan.fills(tensor):
-            filled.setdefault(id(holder.module), (holder.module, {}))[1][holder.name] = tensor
+            given.setdefault(id(holder.module), (holder.module, {}))[1][holder.name] = tensor
 
-    def _add_other(self, value: object, name: str, holder: Holder, filled: Given, device: torch.device | None) -> None:
+    def _add_other(self, value: object, name: str, holder: Holder, given: Given, device: torch.device | None) -> None:
         """What is no tensor, such as a list of some, is made anew, and then goes back through `load_state_dict()`."""
-        known = filled.get(id(holder.module), (holder.module, {}))
+        known = given.get(id(holder.module), (holder.module, {}))
         if add_object(self._plan, name, lambda: value, partial(setitem, known[1], holder.name), device):
-            filled[id(holder.module)] = known
+            given[id(holder.module)] = known
         else:
             self._plan.excuse(name)
 

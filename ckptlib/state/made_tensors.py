@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.state.own_loads import give, is_of_torch
 from ckptlib.state.raw_bytes import bytes_of, copyable
 from ckptlib.state.structure import is_of_fsdp
 from ckptlib.state.subclasses import apart, is_subclass
@@ -83,7 +83,7 @@ def put_back(module: nn.Module, filled: Mapping[str, object]) -> None:
         state = copy.copy(module.state_dict(keep_vars=True))  # with the versions that torch puts beside it
         names = {key: canonical(module, key) for key in state}
         state.update({key: filled[name] for key, name in names.items() if name in filled})
-        told = module.load_state_dict(state, strict=False)
+        told = give(module, state)
         for key in getattr(told, "unexpected_keys", ()):
             if key in names and names[key] in filled and not isinstance(state[key], torch.Tensor):
                 log.warning("%s: nothing of %s takes what was loaded", names[key], type(module).__qualname__)
@@ -140,7 +140,4 @@ def _turns_back(module: nn.Module) -> bool:
     hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
     if not all(map(is_of_fsdp, hooks)):
         return True
-    return any(
-        sys.modules[getattr(type(module), name).__module__].__name__.partition(".")[0] != "torch"
-        for name in ("load_state_dict", "_load_from_state_dict")
-    )
+    return not (is_of_torch(type(module).load_state_dict) and is_of_torch(type(module)._load_from_state_dict))

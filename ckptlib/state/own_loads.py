@@ -1,0 +1,107 @@
+"""What modules do of their own as they are loaded: hooks behind `load_state_dict()`, and methods in place of torch's.
+
+A load fills parameters in place. A module that keeps something which it derives from them, such as a copy in another
+dtype, renews it where torch would have come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import Parameter, signature
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from ckptlib.state.wrappers import canonical, inner_name
+
+
+def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) -> list[Callable[[], None]]:
+    """The calls to be made, in this order, when everything is filled. Collective where the hooks and methods are.
+
+    `filled`: canonical names; modules in which nothing is filled are left alone. `done`: modules that are loaded
+    anyway, with all that is in them.
+    """
+    outermost = _innermost(top)
+    own = [(name, m) for name, m in top.named_modules() if _loads_itself(m, m is outermost) or _post_hooks(m)]
+    above = _above(filled) if own else set()
+    covered = {id(inner) for module in done for inner in module.modules()}
+    calls: list[Callable[[], None]] = []
+    for name, module in own:
+        if id(module) in covered or _path(top, name) not in above:
+            continue
+        if _loads_itself(module, module is outermost):
+            covered.update(map(id, module.modules()))
+            calls.append(partial(_load_again, module, module is outermost))
+        else:
+            calls.append(partial(_run_post_hooks, module))
+    return calls[::-1]  # as torch has it, those inside come first
+
+
+def give(module: nn.Module, state: dict[str, Any]) -> object:
+    """`load_state_dict()`, which may be a method of the job's own that knows no `strict`."""
+    parameters = signature(module.load_state_dict).parameters
+    knows = "strict" in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    return module.load_state_dict(state, strict=False) if knows else module.load_state_dict(state)
+
+
+def is_of_torch(function: object) -> bool:
+    """Whether it is torch's, and nobody's own."""
+    return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """Without wrappers."""
+    while (inner := inner_name(module)) is not None:
+        module = module._modules[inner]  # type: ignore[assignment]
+    return module
+
+
+def _loads_itself(module: nn.Module, is_outermost: bool) -> bool:
+    """Whether it has a method of its own. Of `load_state_dict()`, torch calls that of the outermost module alone."""
+    cls = type(module)
+    return not is_of_torch(cls._load_from_state_dict) or (is_outermost and not is_of_torch(cls.load_state_dict))
+
+
+def _post_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """But FSDP2's, which has one for each parameter, in case that another is assigned."""
+    return [hook for hook in module._load_state_dict_post_hooks.values() if not is_of_torch(hook)]
+
+
+def _path(top: nn.Module, name: str) -> str:
+    """The canonical name of a submodule."""
+    return canonical(top, f"{name}.x" if name else "x").rpartition(".")[0]
+
+
+def _above(names: Iterable[str]) -> set[str]:
+    """The modules in which these are, by canonical name."""
+    found: set[str] = set()
+    for name in names:
+        while name and (name := name.rpartition(".")[0]) not in found:
+            found.add(name)
+    return found
+
+
+def _load_again(module: nn.Module, is_outermost: bool) -> None:
+    """Gives it what it has. To copy a tensor onto itself changes nothing."""
+    with _mode_of(module), torch.no_grad():
+        state = module.state_dict(keep_vars=True)
+        if is_outermost:
+            give(module, state)
+        else:
+            nn.Module.load_state_dict(module, state, strict=False)
+
+
+def _run_post_hooks(module: nn.Module) -> None:
+    with _mode_of(module), torch.no_grad():
+        for hook in _post_hooks(module):
+            hook(module, _IncompatibleKeys([], []))
+
+
+def _mode_of(module: nn.Module) -> torch.inference_mode:
+    """Tensors that were made in inference mode can be written to in that mode alone."""
+    tensors = chain(module.parameters(), module.buffers())
+    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))

@@ -1,0 +1,192 @@
+"""What modules do of their own in `load_state_dict()` is done when a load has filled them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from onerank import Root, opened
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
+
+
+class Derived(nn.Module):
+    """Keeps its weight in a narrower dtype as well, which nobody saves."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 3), value))
+        self.renewals = -1
+        self.renew()
+
+    def renew(self) -> None:
+        weight = self.weight.detach()
+        self.cached = (weight.full_tensor() if isinstance(weight, DTensor) else weight).bfloat16()
+        self.renewals += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class ByHook(Derived):
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__(value)
+        self.register_load_state_dict_post_hook(lambda module, keys: module.renew())
+
+
+class ByMethod(Derived):
+    """Knows what it once was, and converts that."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+        self.renew()
+
+
+class ByWhole(Derived):
+    """Knows no `strict`."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        super().load_state_dict(state)
+        self.renew()
+
+
+KINDS: dict[str, type[Derived]] = {"hook": ByHook, "method": ByMethod}
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    module[1] = checkpoint_wrapper(module[1])  # type: ignore[index, operator]
+    return module
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module[1])  # type: ignore[index]
+    return fully_shard(module)
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nothing": lambda m: m,
+    "FSDP2": sharded,
+    "DDP": DistributedDataParallel,
+    "compile": lambda m: torch.compile(m, backend="eager"),  # type: ignore[return-value]
+    "checkpoint inside": checkpointed,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_what_is_derived_is_renewed_once(root: Root, kind: str, wrapping: str) -> None:
+    """Once a resumed model had the weights of the step, and what it derives from them was that of before."""
+
+    def model(value: float) -> tuple[nn.Module, Derived]:
+        inner = KINDS[kind](value)
+        return WRAPPINGS[wrapping](nn.Sequential(nn.Linear(3, 3), inner)), inner
+
+    (source, _), (target, inner) = model(3.0), model(0.0)
+    parameters = [*target.parameters()]
+    before = inner.renewals
+    root.move({"m": source}, {"m": target})
+    assert torch.equal(inner.cached, torch.full((4, 3), 3.0).bfloat16())
+    assert inner.renewals == before + 1
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in (*source.parameters(), *target.parameters())]
+    assert all(map(torch.equal, whole[:3], whole[3:]))
+    assert all(map(lambda a, b: a is b, parameters, target.parameters()))
+
+
+@pytest.mark.parametrize("wrapping", ["nothing", "DDP", "compile"])
+def test_a_whole_method_counts_in_the_outermost_module(root: Root, wrapping: str) -> None:
+    """As in torch. That of a module inside may be for what others have saved."""
+    target, inside = ByWhole(), nn.Sequential(ByWhole())
+    root.move({"m": WRAPPINGS[wrapping](ByWhole(3.0))}, {"m": WRAPPINGS[wrapping](target)})
+    root.move({"m": nn.Sequential(ByWhole(3.0))}, {"m": inside})
+    assert [target.renewals, inside[0].renewals] == [1, 0]
+    assert target.cached.sum() == inside[0].weight.sum() == 36  # type: ignore[operator, union-attr]
+
+
+def test_modules_without_memory_and_of_inference_mode(root: Root) -> None:
+    kinds = (ByHook, ByMethod)
+    with torch.device("meta"):
+        bare = nn.Sequential(*(kind() for kind in kinds))
+    with torch.inference_mode():
+        frozen = nn.Sequential(*(kind() for kind in kinds))
+    root.save({"m": nn.Sequential(*(kind(3.0) for kind in kinds))})
+    for target in (bare, frozen):
+        root.load({"m": target})
+        assert [inner.cached.sum().item() for inner in target] == [36, 36]  # type: ignore[operator, union-attr]
+
+
+def test_those_inside_come_first_and_others_are_left_alone(root: Root) -> None:
+    calls: list[str] = []
+
+    class Noting(nn.Module):
+        def __init__(self, name: str, *inside: nn.Module, extra: int = 0) -> None:
+            super().__init__()
+            self.inside, self.extra = nn.ModuleList(inside), extra
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_load_state_dict_post_hook(lambda module, keys: calls.append(f"{name} {module.extra}"))
+
+        def get_extra_state(self) -> int:
+            return self.extra
+
+        def set_extra_state(self, extra: int) -> None:
+            self.extra = extra
+
+    def model(extra: int) -> Noting:
+        return Noting("top", Noting("left", Noting("leaf", extra=extra)), Noting("right", extra=extra), extra=extra)
+
+    root.move({"m": model(7)}, {"m": model(0)}, only="m/inside.0.*")
+    assert calls == ["leaf 7", "left 0", "top 0"]
+    calls.clear()
+    root.load({"m": model(0)})
+    assert sorted(calls) == ["leaf 7", "left 0", "right 7", "top 7"]
+    assert calls.index("leaf 7") < calls.index("left 0")
+    assert calls[-1] == "top 7"
+
+
+class Given(nn.Module):
+    """Gives what goes back through its own method, which calls the hook of what is inside."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.count, self.inside = int(value), ByHook(value)
+        self.renewed_with: list[int] = []
+        self.register_load_state_dict_post_hook(lambda module, keys: module.renewed_with.append(module.count))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = self.count
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.count = state.pop(f"{prefix}count")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_what_is_loaded_as_a_whole_is_not_loaded_again(root: Root) -> None:
+    target = nn.Sequential(Given(0.0))
+    root.move({"m": nn.Sequential(Given(3.0))}, {"m": target})
+    assert target[0].renewed_with == [3]
+    assert target[0].inside.renewals == 1  # type: ignore[union-attr]
