@@ -22,7 +22,6 @@ from workers.torn import OpensGate, params_of, raw, step_with_gradients
 import ckptlib
 from ckptlib.devices import accelerator
 from ckptlib.errors import WaitTimeout
-from ckptlib.slots.slot import Slot
 from ckptlib.staging import stager
 from ckptlib.staging.fence import Fence, wait_for_copies
 from ckptlib.staging.pair import CopySource
@@ -383,16 +382,14 @@ def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
 
 @contextmanager
 def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
-    """Which sources `begin` was given as those that wait at the fence."""
+    """Which sources `copy` was given as those that wait at the fence."""
     staged, found = stager_of(ckpt), {}
 
     class Recording(stager.Stager):
         @override
-        def begin(
-            self, slot: Slot, content: stager.Content, sources: Sequence[CopySource], *args: Any, **kwargs: Any
-        ) -> stager.Staging:
+        def copy(self, staging: stager.Staging, sources: Sequence[CopySource], *args: Any, **kwargs: Any) -> None:
             found.update({source.name: source.overlap for source in sources})
-            return super().begin(slot, content, sources, *args, **kwargs)
+            super().copy(staging, sources, *args, **kwargs)
 
     staged.__class__ = Recording
     yield found
