@@ -454,10 +454,13 @@ class Checkpointer:
             self._exports.finish(self._steps.last, self._due.final, deadline)
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
-        self._turns.close()
+        self._turns.heed()
         self._fence.remove()
         self._keeper.end()
-        self._session.close(timeout, clean)
+        try:
+            self._session.close(timeout, clean)
+        finally:  # behind it: whoever stands still here is not left on SIGTERM, whichever Checkpointer is open yet
+            self._turns.close()
 
     @override
     def __reduce__(self) -> NoReturn:

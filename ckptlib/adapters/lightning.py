@@ -335,11 +335,13 @@ def _raise_first(errors: Iterable[BaseException | None]) -> None:
 
 
 def _may_rank(checkpoint: dict[str, Any], where: str) -> bool:
-    """Whether a ModelCheckpoint keeps this file by its score. Weights alone do not tell; Fabric has none."""
+    """Whether a ModelCheckpoint keeps this file by its score, beside another one of this name. Weights alone do not
+    tell; Fabric has none. One that keeps a single file has put it in the place of the one before."""
     if "callbacks" not in checkpoint:
         return "pytorch-lightning_version" in checkpoint
     states = [state for state in checkpoint["callbacks"].values() if isinstance(state, dict)]
-    return any(where in state.get("best_k_models", ()) for state in states)
+    ranked = [state for state in states if where in state.get("best_k_models", ())]
+    return any(state.get("kth_best_model_path") != where or len(state["best_k_models"]) > 1 for state in ranked)
 
 
 def _moved(node: Any, location: Any) -> Any:

@@ -194,7 +194,9 @@ class Outcomes:
                 log.warning("%s", event["warning"])
         elif kind == "not-begun":
             lineage.note_not_recorded()
-            if not self._told_unrecorded:
+            if event.get("kind") == Superseded.__name__:
+                self.superseded = Superseded(str(event["error"]))
+            elif not self._told_unrecorded:
                 self._told_unrecorded = True
                 log.error(
                     "the record of generation %s is not in the store; before it is, no snapshot in memory counts as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import weakref
@@ -87,6 +88,8 @@ class Registry:
         `codec` and `keep`: the same on all ranks. Raises ValueError, on all of them, where an open session has others.
         """
         key = self.key(url, over)
+        for other in [other for other in self.loads if is_gone(other[1])]:
+            del self.loads[other]
         gone = [other for other in self.sessions if is_gone(other[1])]
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         session, loads, origin = self.sessions.get(key), self.loads.get(key), None
@@ -112,7 +115,8 @@ class Registry:
                 session = None
         if session is None:
             self._close_at_exit()
-            settings = Settings(url=url, options=options or {}, codec=codec, keep=keep, tags=tags or {})
+            own = copy.deepcopy({**(options or {})})  # the caller may change theirs before the next save
+            settings = Settings(url=url, options=own, codec=codec, keep=keep, tags=tags or {})
             session = self.sessions[key] = Session(settings, over)
             session.lineage.resumed_from = origin
         self.loads.pop(key, None)

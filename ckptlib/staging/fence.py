@@ -115,9 +115,10 @@ class Fence:
         if self._pid != os.getpid():
             return
         with self._lock:
-            pending, self._pending = self._pending, []
+            pending = list(self._pending)  # each stays until it is over: another thread has yet to wait for itself
         for copy in pending:
             copy.wait_done(DRAIN_TIMEOUT_S)
+        self._under_way()
 
     def _under_way(self) -> list[Fenced]:
         if self._pid != os.getpid():  # first: another thread may have had the lock when the process was forked

@@ -133,6 +133,10 @@ class Reading:
             digests[ranks] = found.digest()
         return check_of(self.number, rank, digests)
 
+    def let_go(self) -> None:
+        """Of all tensors; once it is finished, or will not be."""
+        self._readers, self._arrivals = _Readers((), whole=False), []
+
     def _read(self, i: int) -> None:
         data, width = self._readers.data(i), self._readers.widths[i]
         if width is None:

@@ -282,6 +282,8 @@ class Stager:
             _seal(staging)
         except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
             staging.error = error
+        if reading is not None:
+            reading.let_go()
         self._on_sealed(staging)
         staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
 

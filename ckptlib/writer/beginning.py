@@ -65,7 +65,7 @@ class Beginning:
             with self._watchdog.work("begin", None, time.monotonic() + self._trainer.deadline_s):
                 self.put()
         except (CkptError, OSError) as error:
-            self._channel.send({"event": "not-begun", "error": describe(error)})
+            self._channel.send({"event": "not-begun", "kind": type(error).__name__, "error": describe(error)})
 
     def put(self) -> None:
         """Where it is owed. By whichever thread uses the store for what is saved."""

@@ -125,11 +125,12 @@ def test_a_step_that_cannot_be_dropped_only_takes_room(
     ("told", "stays"),
     [
         (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {path: torch.tensor(0.5)}}}}, True),
+        (lambda path: {"callbacks": {"M": {"best_k_models": {path: 1.0}, "kth_best_model_path": path}}}, False),
         (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {}, "last_model_path": path}}}, False),
         (lambda path: {"pytorch-lightning_version": "2.6.6"}, True),  # weights alone do not tell
         (lambda path: {}, False),  # Fabric's: its user has chosen the name
     ],
-    ids=["ranked", "last", "weights", "Fabric"],
+    ids=["ranked", "the best one", "last", "weights", "Fabric"],
 )
 def test_saved_to_again_before_the_file_was_there(
     io: CkptlibCheckpointIO,

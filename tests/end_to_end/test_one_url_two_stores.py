@@ -45,8 +45,12 @@ def test_a_save_goes_to_the_store_that_its_options_name(s3_endpoint: str, mirror
         state["w"].fill_(step)
         ckptlib.save(url, state, step, storage_options=options)
     assert (steps(here), steps(there)) == ([1, 3], [2, 4, 5])
+    there["endpoint_url"] = s3_endpoint  # the very object that the session was made with
+    ckptlib.save(url, state, 6, storage_options=there)
+    there["endpoint_url"] = mirror
+    assert (steps(here), steps(there)) == ([1, 3, 6], [2, 4, 5])
     for step, options in ((3, here), (5, there)):
-        ckptlib.load(url, state, storage_options=options)
+        ckptlib.load(url, state, step, storage_options=options)
         assert state["w"].tolist() == [step] * 3
 
 

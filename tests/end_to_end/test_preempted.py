@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,8 +17,9 @@ from places import TESTS
 
 import ckptlib
 from ckptlib.errors import EXIT_PREEMPTED
-from ckptlib.policy import preemption
+from ckptlib.policy import preemption, stop_signal
 from ckptlib.policy.stop_signal import STATUS
+from ckptlib.saving.session import Session
 from ckptlib.stores.testing import write_plan
 
 
@@ -155,6 +157,21 @@ def test_a_job_that_came_to_its_end_is_done(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
         assert ckpt.stopping
     assert steps(tmp_path) == [8]
+
+
+def test_nobody_is_left_before_all_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another Checkpointer of the process may be open, with the thread that leaves: a close may take its time."""
+    excused, close = [], Session.close
+
+    def closed(session: Session, timeout: timedelta, clean: bool) -> None:
+        excused.append(stop_signal._handler._may_stand_still())
+        close(session, timeout, clean)
+
+    monkeypatch.setattr(Session, "close", closed)
+    with ckptlib.Checkpointer(tmp_path, {"w": torch.zeros(3)}, every=1) as ckpt:
+        ckpt.after_step(1)
+    assert excused == [True]
+    assert not stop_signal._handler._may_stand_still()
 
 
 @pytest.mark.parametrize("first", ["open", "dropped", "closed"])

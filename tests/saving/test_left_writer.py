@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from helpers.writers import alive, until
 from workers import crash_jobs, crash_oracle, left_jobs
 
 import ckptlib
+from ckptlib.errors import Superseded
 from ckptlib.recovery import restore
 from ckptlib.slots import slot as slots
 from ckptlib.slots.writer_lock import SUFFIX
@@ -67,6 +69,29 @@ def test_the_record_comes_after_the_next_job_has_begun_though_no_slot_is_left(tm
     finally:
         if writer is not None and alive(writer):
             os.kill(writer, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_a_job_that_another_one_was_ahead_of_ends_at_once(tmp_path: Path, kind: str) -> None:
+    """Not at its first save to the store, which may be hours away: what it keeps on its hosts counts for nothing."""
+    state = {"w": torch.ones(100)}
+    for arena in ("mine", "theirs"):
+        (tmp_path / arena).mkdir()
+    options: dict[str, Any] = {"every": 10**6, "peers": ckptlib.Peers(copies=0, every=1)}
+    if kind == "local":
+        options = {"every": 1, "local": tmp_path / "disk", "drain": ckptlib.Steps(10**6)}
+
+    def train() -> None:
+        with ckptlib.Checkpointer(tmp_path / "root", state, arena=tmp_path / "mine", **options) as mine:
+            with ckptlib.Checkpointer(tmp_path / "root", state, every=1, arena=tmp_path / "theirs") as theirs:
+                theirs.after_step(1)
+            for step in range(1, 10**4):
+                mine.after_step(step)
+                time.sleep(0.005)
+
+    with pytest.raises(Superseded, match="has begun since this job opened the root"):
+        train()
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [1]
 
 
 class Left:

@@ -103,6 +103,28 @@ def test_each_thread_waits_for_a_copy_on_its_own_stream() -> None:
     assert pending.waited == 2
 
 
+def test_a_thread_that_drains_takes_no_copy_from_others() -> None:
+    """As one that loads beside the training does: the training's stream has yet to be made to wait."""
+    fence, optimizer, draining, landed = Fence(), make_optimizer(), threading.Event(), threading.Event()
+
+    class Slow(Copy):
+        def wait_done(self, timeout_s: float | None) -> None:
+            draining.set()
+            assert landed.wait(30)
+            self.landed = True
+
+    fence.install([optimizer])
+    fence.guard(pending := Slow(on_device=True))
+    thread = threading.Thread(target=fence.drain)
+    thread.start()
+    assert draining.wait(30)
+    step_with_gradients(optimizer)
+    assert pending.waited == 1
+    landed.set()
+    thread.join()
+    assert not pending_of(fence)
+
+
 def test_many_threads_at_the_fence_lose_no_copy() -> None:
     fence, threads = Fence(), []
     optimizers = [make_optimizer() for _ in range(4)]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.stage import last_reading
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptlib.devices import accelerator
 from ckptlib.format.check import alike
@@ -297,6 +298,20 @@ def test_a_tensor_can_be_resized_after_its_digest() -> None:
     for tensor in tensors:
         tensor.resize_(64)
         tensor.untyped_storage().resize_(1024)
+
+
+def test_a_reading_that_is_over_keeps_no_tensor() -> None:
+    """Others keep the reading until all ranks have voted."""
+    tensor = torch.zeros(LARGE)
+    digests = ReplicaDigests([Replica(BOTH, "t", tensor, False, Way.SAMPLED)])
+    reading = digests.begin(1, False)
+    reading.finish(0)
+    reading.let_go()
+    digests.let_go()
+    memory = StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    assert memory.expired()
+    assert reading.moved == frozenset()
 
 
 def test_what_was_let_go_is_compared_to_all_the_same() -> None:
