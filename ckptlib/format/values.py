@@ -122,9 +122,10 @@ def _finite(text: str) -> float:
 
 
 def _encode(value: object, where: Where, depth: int) -> Json:
-    if depth > MAX_DEPTH:
-        raise UnsupportedState(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
     encoder = _ENCODERS.get(type(value))
+    within = encoder is None or encoder is _encode_complex  # such a value is written as a list or dict, a level deeper
+    if depth + within > MAX_DEPTH:
+        raise UnsupportedState(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
     if encoder is not None:
         return encoder(value, where, depth)
     if type(value).__module__ == "numpy":

@@ -61,11 +61,11 @@ class GroupTargets:
             return GroupTarget(True, now)
         saved = self._saved_hyper_parameters(path, origin)
         options = self._saved_options(group_path(path, origin.index))
+        text = self._saved_text(path, origin)
         different = [
             o
             for o in origins
-            if self._saved_hyper_parameters(path, o) != saved
-            or self._saved_options(group_path(path, o.index)) != options
+            if self._saved_text(path, o) != text or self._saved_options(group_path(path, o.index)) != options
         ]
         if different:
             self._plan.mismatch(
@@ -103,10 +103,15 @@ class GroupTargets:
         self._plan.then(finish)
         return GroupTarget(alike, {**now, **saved})
 
+    def _saved_text(self, path: str, group: SavedGroup) -> values.Json:
+        """The hyper-parameters as they were written. By that they are compared: a NaN is no equal of itself, and an
+        array has no one answer."""
+        return self._saved.values_with(group.layout).get(group_path(path, group.index), {})
+
     def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
         """The saved groups, which hold no tensors. Raises StateMismatch for an entry that is no list of groups."""
         name = group_path(path, group.index)
-        found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
+        found = values.decode(self._saved_text(path, group), name)
         if not isinstance(found, dict):
             raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
         return found

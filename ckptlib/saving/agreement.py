@@ -10,10 +10,11 @@ import json
 import logging
 import operator
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -97,9 +98,10 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
     if group.same(document):
         found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
     else:
-        for rank, data in enumerate(group.gather(zlib.compress(document, 1))):
-            for name, row in json.loads(zlib.decompress(data)).items():
-                found.setdefault(name, {})[rank] = Row._make(row)
+        read = read_rows(group.gather(zlib.compress(document, 1)))
+        for rank, theirs in enumerate(read):
+            for name, row in theirs.items():
+                found.setdefault(name, {})[rank] = row
     aliases = _take_aliases(found, {leaf.name for leaf in leaves})
     leaves = [leaf for leaf in leaves if leaf.name not in aliases]
     joined = _join_meshes(leaves, found, group)
@@ -114,6 +116,18 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
             holders[name] = have
     shared = _compare_overlaps(leaves, found, group)
     return Agreement(holdings, holders, aliases, _written(leaves, shared, group.rank), shared)
+
+
+def read_rows(documents: Iterable[bytes]) -> Iterator[dict[str, Row]]:
+    """By rank. Rows of ranks that say the same are the same objects, and so are descriptions: each has all ranks of a
+    mesh, so those of thousands of ranks would fill a host's memory."""
+    known: dict[bytes, dict[str, Row]] = {}
+    texts: dict[str, str] = {}
+    for document in documents:
+        if document not in known:
+            rows = {name: Row._make(row) for name, row in json.loads(zlib.decompress(document)).items()}
+            known[document] = {name: r._replace(how=texts.setdefault(r.how, r.how)) for name, r in rows.items()}
+        yield known[document]
 
 
 _tied = operator.attrgetter("tied")
@@ -251,20 +265,27 @@ def _describe(holding: Holding) -> str:
     return json.dumps([holding.mesh.shape, holding.mesh.ranks, [sharding.encode(p) for p in holding.placements]])
 
 
+_meshes: WeakKeyDictionary[Group, dict[Mesh, Mesh]] = WeakKeyDictionary()
+"""In a group's ranks, by the same in the world's: thousands of leaves share one."""
+
+
 def _in_group(leaf: Leaf, group: Group) -> Holding:
     """How a leaf is held, its mesh in the group's ranks instead of the world's."""
     held = leaf.held
     assert not isinstance(held, Plain)
     if not isinstance(held, Placed):
         return held
-    own = {group.global_rank(rank): rank for rank in range(group.size)}
-    outside = [rank for rank in held.mesh.ranks if rank not in own]
-    if outside:
-        raise UnsupportedState(
-            f"{leaf.name}: its mesh has rank(s) {outside[:8]}, which are not in the process group of the checkpoint; "
-            "pass process_group= with all ranks that hold the state"
-        )
-    return replace(held, mesh=Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks)))
+    meshes = _meshes.setdefault(group, {})
+    if held.mesh not in meshes:
+        own = {group.global_rank(rank): rank for rank in range(group.size)}
+        outside = [rank for rank in held.mesh.ranks if rank not in own]
+        if outside:
+            raise UnsupportedState(
+                f"{leaf.name}: its mesh has rank(s) {outside[:8]}, which are not in the process group of the "
+                "checkpoint; pass process_group= with all ranks that hold the state"
+            )
+        meshes[held.mesh] = Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks))
+    return replace(held, mesh=meshes[held.mesh])
 
 
 def _holding_alone(leaf: Leaf, group: Group) -> Holding:

@@ -125,6 +125,19 @@ def test_depth_is_bounded_both_ways() -> None:
     assert through(pairs) == pairs
 
 
+@pytest.mark.parametrize("leaf", [np.float32(1), 1j, torch.Size([1]), np.zeros(1)], ids=str)
+def test_what_is_written_a_level_deeper_than_it_looks_is_read_again(leaf: object) -> None:
+    def within(depth: int) -> object:
+        value = leaf
+        for _ in range(depth):
+            value = [value]
+        return value
+
+    assert same(through(within(MAX_DEPTH - 1)), within(MAX_DEPTH - 1))
+    with pytest.raises(UnsupportedState, match="deeper than 100"):
+        encode(within(MAX_DEPTH), "x")
+
+
 def test_cycles_are_refused() -> None:
     cycle: dict[str, object] = {}
     cycle["self"] = [cycle]

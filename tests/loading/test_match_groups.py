@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.runs import model_of, params, train
@@ -50,6 +52,20 @@ def test_groups_that_differ_cannot_be_joined(root: Root) -> None:
     swapped = optim.AdamW([{"params": p[2:]}, {"params": p[:1]}, {"params": p[1:2]}])
     root.load({"m": model, "o": swapped})
     assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1, 0.1]
+
+
+def test_options_that_are_no_equals_of_themselves(root: Root) -> None:
+    """A step that was saved with a NaN in a group, or an array, loads."""
+    model = model_of()
+    optimizer = grouped(list(model.parameters()), [0, 1], [2, 3])
+    for group in optimizer.param_groups:
+        group |= {"d": float("nan"), "scales": np.arange(3.0)}
+    root.save({"m": model, "o": optimizer})
+    for groups in ([[0, 1], [2, 3]], [[3, 1, 2, 0]]):
+        resumed = grouped(list(model.parameters()), *groups)
+        root.load({"m": model, "o": resumed})
+        assert all(math.isnan(group["d"]) for group in resumed.param_groups)
+        assert [group["scales"].tolist() for group in resumed.param_groups] == [[0.0, 1.0, 2.0]] * len(groups)
 
 
 def test_adamw_goes_on_from_adam_as_itself(root: Root) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, rank
 from ckptlib.format.overlaps import Overlap
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.ranks.group import Group, SoloGroup
-from ckptlib.saving.agreement import Agreement, agree, entries_of, rows_of
+from ckptlib.saving.agreement import Agreement, agree, entries_of, read_rows, rows_of
 from ckptlib.saving.assign import assign, writes
 from ckptlib.state.leaf import Leaf, Plain
 
@@ -127,6 +129,23 @@ def test_meshes_are_told_in_the_groups_ranks() -> None:
         assert holding.mesh == Mesh((2,), (0, 1))
     with pytest.raises(UnsupportedState, match=r"w: its mesh has rank\(s\) \[4, 5\].*process_group="):
         run_ranks(2, on_rank)
+
+
+def test_what_ranks_say_alike_takes_memory_once() -> None:
+    """Each description has all ranks of a mesh, and there may be thousands of ranks with thousands of tensors."""
+
+    def on_rank(group: Group) -> Agreement:
+        names = ["a", "b", *(["c"] if group.rank else [])]
+        leaves = [placed(name, group.rank, (0, 1, 2, 3)) for name in names]
+        rows = rows_of(leaves, group)
+        told = [zlib.compress(json.dumps(rows).encode()), zlib.compress(json.dumps({**rows, "d": rows["a"]}).encode())]
+        first, other, again = read_rows([*told, told[0]])
+        assert first["a"] is again["a"]
+        assert {id(row.how) for row in (*first.values(), *other.values())} == {id(first["a"].how)}
+        return agree(leaves, rows, group)
+
+    for found in run_ranks(4, on_rank):
+        assert {id(holding.mesh) for holding in found.holdings.values()} == {id(found.holdings["a"].mesh)}  # type: ignore[union-attr]
 
 
 def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
