@@ -60,8 +60,8 @@ class GenerationRecord:
             return None
         if self._seen is not None and (others := self._seen.begun_since(ids, self.record.id)):
             raise Superseded(
-                f"{catalog.store.url}: generation {self.record.id} may not save: {others[-1]} has begun since this job "
-                "opened the root. Two jobs use one root; stop one of them, or give each a root of its own"
+                f"{catalog.store.url}: generation {self.record.id} may no longer save: {others[-1]} has begun since "
+                "this job opened the root. Two jobs use one root; stop one of them, or give each a root of its own"
             )
         self._forget_foreign(catalog, ids)
         if self._continues:

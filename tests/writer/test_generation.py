@@ -78,7 +78,7 @@ def test_whoever_begins_first_goes_on() -> None:
     begin(own, KnownGenerations(1, (orphan,)))
     catalog.put_generation(told[theirs])
     begin(own, KnownGenerations(2))  # it knew of both
-    with pytest.raises(Superseded, match=f"{own} may not save: {theirs} has begun since this job opened the root"):
+    with pytest.raises(Superseded, match=f"{own} may no longer save: {theirs} has begun since this job"):
         begin(own, KnownGenerations(1, (orphan,)))
 
 
