@@ -38,7 +38,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.format.part import checked
 from ckptlib.pages import PAGE_BYTES
-from ckptlib.stores import Entry, Store
+from ckptlib.stores import Counted, Entry, Store
 from ckptlib.stores.base import LateHead
 
 AT_ONCE = 4
@@ -151,7 +151,7 @@ def _put_pack(
 
     advance(first)
     with suppress(ObjectExists):  # by another copy of the same step; what is there is checked
-        target.put(key, head, pieces())
+        target.put(key, head, Counted(nbytes - first, pieces()))
 
 
 def _piece(source: Store, key: str, offset: int, nbytes: int) -> memoryview:

@@ -193,6 +193,7 @@ class Replicator:
                     steps.begin(now.may_go)
                 sent = send_slot(link, to, staging.slot, staging.slot.read_header(), steps)
                 sealed = True
+                self._backoff_s = FIRST_BACKOFF_S  # the link is good: the next time that it breaks is another one
                 self._told(f"replicas on rank {to}", step, None)
         except CkptError as error:
             self._told(f"replicas on rank {to}", step, error)

@@ -27,7 +27,7 @@ class HeldSteps:
         if held:
             self.newest = step
         else:
-            self.since = step + 1
+            self.since = max(self.since, step + 1)
 
     def void(self, step: int) -> None:
         """The snapshot of `step` is worth nothing after all; told on all ranks at the same step."""

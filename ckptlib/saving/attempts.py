@@ -109,7 +109,7 @@ class Attempts:
         differing = self._session.verdicts.take_differing()
         for ballot in differing:
             self._due.owe(ballot.persists)
-            if self.has(ballot.step):
+            if self.last is not None and self.last.staging is ballot.staging:  # else a later save of the step is good
                 self._missed, self.last = (ballot.step, ReplicasDiffer("replicas differ between ranks")), None
         return bool(differing)
 

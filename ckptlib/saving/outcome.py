@@ -110,7 +110,6 @@ class Outcomes:
     def forget(self, save: SaveId, error: Exception) -> bool:
         """A save that this rank found out about by itself. Returns whether it was still open."""
         outcome = self._open.pop(str(save), None)
-        self.tier.own.void(save.step)
         if outcome is not None:
             outcome.error = error
             self._call_back(outcome)

@@ -29,6 +29,8 @@ class TierState:
         self._begun: dict[int, bool | None] = {}
         """Saves whose end is not in `own` yet, in their order: whether the share is on the disk; None: not known."""
         self._whole_by_all = NONE
+        self._voided: set[int] = set()
+        """Steps whose shares are on disks, and differ between ranks."""
         self._told: tuple[int, int, bool] | None = None
         """The writer was told: the newest step that all ranks have, the newest settled, and whether a record is there.
         """
@@ -60,6 +62,11 @@ class TierState:
         if step in self._begun and self._begun[step] is None:
             self._begun[step] = False
             self._settle()
+
+    def void(self, step: int) -> None:
+        """The save of it differs between ranks, and is worth nothing on whatever disk; told on all ranks at the same
+        step. Earlier ones, whose shares may still be on their way, are as good as before."""
+        self._voided.add(step)
 
     def _settle(self) -> None:
         """`own` learns of the ends in the order of the saves: else one that comes late would not count."""
@@ -97,7 +104,8 @@ class TierState:
         Steps between the newest whole one and the newest settled on all failed on some rank. They must not fill the
         disks of the others, or no save could succeed any more where they all share one.
         """
-        whole = self._whole_by_all = max(self._whole_by_all, HeldSteps.by_all(oldest_local, latest_since))
+        newest = HeldSteps.by_all(oldest_local, latest_since)
+        whole = self._whole_by_all = max(self._whole_by_all, NONE if newest in self._voided else newest)
         if self._settings is None or whole == NONE or (whole, settled, not unrecorded) == self._told:
             return
         self._told = whole, settled, not unrecorded

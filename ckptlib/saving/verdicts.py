@@ -65,6 +65,8 @@ class Verdicts:
     def _give_up(self, ballot: Ballot) -> None:
         """The writers may put their parts still; nobody commits these."""
         self._snapshots.void(ballot.step)
+        if ballot.persists:
+            self._outcomes.tier.void(ballot.step)
         if ballot.number > self._compared:  # else a later one is there already
             self._planner.must_compare = True
             self._differing.append(ballot)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptlib.stores.base import Entry, InPlace, LateHead, Store, check_key
+from ckptlib.stores.base import Counted, Entry, InPlace, LateHead, Store, check_key
 
-__all__ = ["Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store"]
+__all__ = ["Counted", "Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store"]
 
 _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""

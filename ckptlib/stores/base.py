@@ -127,6 +127,17 @@ class InPlace:
         return iter(self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Pieces that are made as they are needed, of which it is known how many bytes there will be."""
+
+    nbytes: int
+    pieces: Iterable[Buffer]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self.pieces)
+
+
 def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytes:
     """A whole object in memory, once: for stores that put nothing else."""
     late, data = LateHead.of(head), io.BytesIO()

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from ckptlib.errors import ObjectExists, StoreError
 from ckptlib.stores import io_limits
-from ckptlib.stores.base import InPlace, LateHead
+from ckptlib.stores.base import Counted, InPlace, LateHead
 from ckptlib.stores.parts import cut, num_head_parts, part_nbytes
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body
@@ -56,11 +56,13 @@ def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], cre
 
 
 def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
-    """Parts are held in memory while they are under way, unless they lie there anyway."""
-    if not isinstance(pieces, InPlace):
+    """Parts are held in memory while they are under way, unless they lie there anyway: else they are as small as may
+    be."""
+    if not isinstance(pieces, (InPlace, Counted)):
         return io_limits.PART_NBYTES
-    nbytes = head.nbytes + pieces.nbytes
-    return part_nbytes(nbytes, io_limits.PART_NBYTES, io_limits.LARGE_PART_NBYTES, io_limits.EVEN_PARTS, MOST_PARTS - 1)
+    nbytes, least = head.nbytes + pieces.nbytes, io_limits.PART_NBYTES
+    most = io_limits.LARGE_PART_NBYTES if isinstance(pieces, InPlace) else least
+    return part_nbytes(nbytes, least, most, io_limits.EVEN_PARTS, MOST_PARTS - 1)
 
 
 def _exists(client: S3Client, call: Call) -> ObjectExists:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from typing_extensions import Self
@@ -42,6 +43,8 @@ class KnownOrigin:
     """Rank 0's."""
     accounted: bool = False
     """Whether the start that made the step had left its account; see `catalog.accounts`. Rank 0's."""
+    read_at: float = field(default_factory=time.monotonic)
+    """When the step was read, by the monotonic clock, which the processes of a host share."""
 
     def to_message(self) -> Message:
         part, manifest = self.part, self.manifest
@@ -50,6 +53,7 @@ class KnownOrigin:
             "part": None if part is None else [part.name.key, part.document.decode()],
             "manifest": None if manifest is None else manifest.decode(),
             "accounted": self.accounted,
+            "read_at": self.read_at,
         }
 
     @classmethod
@@ -60,6 +64,7 @@ class KnownOrigin:
             None if part is None else OwnPart(_name(part[0]), part[1].encode()),
             None if manifest is None else manifest.encode(),
             message["accounted"],
+            float(message["read_at"]),
         )
 
     def decoded_manifest(self) -> Manifest | None:

@@ -128,7 +128,7 @@ class Parents:
         """As the trainer has read it. Its packs were there as the job restored."""
         part = None if known.part is None else _decoded(known.part.name, known.part.document, snapshot)
         for pack in () if part is None else part.packs:
-            self._seen.note(pack.key)
+            self._seen.note(pack.key, known.read_at)
         return part
 
     def _start(self, save: SaveId) -> SaveId | None:

@@ -31,9 +31,11 @@ class SeenPacks:
         """When, by the monotonic clock, and in this order."""
         self._lock = threading.Lock()
 
-    def note(self, key: str) -> None:
-        """This pack is there. From any thread."""
-        self._note(key, time.monotonic())
+    def note(self, key: str, when: float | None = None) -> None:
+        """This pack is there, or was at that time, by the monotonic clock. From any thread."""
+        now = time.monotonic()
+        if when is None or when > now - self._look_again_s:
+            self._note(key, now if when is None else when)
 
     def lost(self, packs: Iterable[Pack]) -> list[Pack]:
         """Those of these that cannot be read any more. Raises StoreError where the store cannot tell."""

@@ -137,3 +137,17 @@ def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
     state.note_all(1, 0, 1, unrecorded=False)
     state.note_restored(1, [])
     assert writer.told == writer.needed == []
+
+
+def test_a_step_that_differs_is_whole_on_no_disk_and_others_are_as_they_were(writer: FakeWriter) -> None:
+    state = state_of(writer)
+    for step in (100, 200, 203):
+        state.expect(step)
+    state.note(100, held=True)
+    state.note_all(100, 0, 100, unrecorded=False)
+    state.void(203)
+    state.note(200, held=True)
+    state.note_all(state.own.newest, state.own.since, state.own.settled, unrecorded=False)
+    state.note(203, held=True)
+    state.note_all(state.own.newest, state.own.since, state.own.settled, unrecorded=False)
+    assert [(save.step, settled) for save, settled, _ in writer.told] == [(100, 100), (200, 200), (200, 203)]

@@ -11,7 +11,7 @@ from helpers.servers import ObjectStorage
 from typing_extensions import Buffer
 
 from ckptlib.errors import StoreError
-from ckptlib.stores import InPlace, LateHead, io_limits, s3_upload
+from ckptlib.stores import Counted, InPlace, LateHead, io_limits, s3_upload
 from ckptlib.stores.parts import part_nbytes
 
 MIB = 1 << 20
@@ -62,11 +62,13 @@ def bucket(s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucke
         yield bucket
 
 
-def put(bucket: Bucket, data: bytes, in_place: bool) -> list[int]:
+def put(bucket: Bucket, data: bytes, in_place: bool, counted: bool = False) -> list[int]:
     """The sizes of the parts."""
     before = len(bucket.requests())
     pieces: Iterable[Buffer] = (memoryview(data)[at : at + MIB] for at in range(0, len(data), MIB))
-    bucket.store.put("p", LateHead(len(HEAD), lambda: HEAD), InPlace(len(data), pieces) if in_place else pieces)
+    if in_place or counted:
+        pieces = InPlace(len(data), pieces) if in_place else Counted(len(data), pieces)
+    bucket.store.put("p", LateHead(len(HEAD), lambda: HEAD), pieces)
     assert bucket.bytes_of("p") == HEAD + data
     assert bucket.uploads() == []
     return sorted((r.nbytes_up for r in bucket.requests()[before:] if r.op == "UploadPart"), reverse=True)
@@ -77,6 +79,14 @@ def test_what_lies_in_memory_is_sent_in_larger_parts_of_one_size(bucket: Bucket,
     *whole, last = put(bucket, os.urandom(nbytes), in_place=True)
     assert {*whole} == {part * MIB}
     assert sum([*whole, last]) == nbytes + len(HEAD)
+
+
+@pytest.mark.parametrize(("nbytes", "part"), [(22 * MIB, 5), (33 * MIB, 7)])
+def test_what_is_held_for_it_is_sent_in_larger_ones_where_there_would_be_too_many(
+    bucket: Bucket, nbytes: int, part: int
+) -> None:
+    """As a pack that is copied from a disk, where one may have a terabyte."""
+    assert {*put(bucket, os.urandom(nbytes), in_place=False, counted=True)[:-1]} == {part * MIB}
 
 
 def test_what_is_held_for_it_is_sent_in_small_ones_and_refused_where_these_are_too_many(bucket: Bucket) -> None:

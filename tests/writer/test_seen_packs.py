@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,3 +154,13 @@ def test_packs_that_were_put_long_ago_are_not_remembered() -> None:
     for number in range(1000):
         seen.note(f"packs/{number}")
     assert len(seen._seen) <= 1
+
+
+def test_packs_that_a_restore_read_long_ago_are_looked_for() -> None:
+    """The first save may come hours after it."""
+    store = Bucket()
+    seen = module.SeenPacks(store)
+    for name, ago in (("now", 0.0), ("lately", 500.0), ("long-ago", 700.0)):
+        seen.note(f"packs/{name}", time.monotonic() - ago)
+    lost = seen.lost([Pack(f"packs/{name}", 1, 0.0) for name in ("now", "lately", "long-ago")])
+    assert [pack.key for pack in lost] == ["packs/long-ago"], "which is gone meanwhile"
