@@ -66,7 +66,7 @@ def test_requests_of_the_first_save_behind_a_restore(tmp_path: Path, num_ranks: 
         fork_ranks("counted_saves.py", num_ranks, tmp_path, "all", kind, timeout_s=150)
     found = requests(tmp_path)
     first = found[6]
-    assert without_polls(first) <= num_ranks * (PARTS + 4) + 14 - 2, first
+    assert without_polls(first) <= num_ranks * (PARTS + 4) + 14 - 1, first
     assert first["get parts"] in (num_ranks, num_ranks + 1), "all of them, to prove that nothing is missing"
     assert first["get layouts"] == 1, "by the one who would put it; the committer is in the same process"
     assert first["scan steps"] == num_ranks + 1, "each rank, whether its parent is committed; and the committer"

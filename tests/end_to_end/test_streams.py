@@ -210,7 +210,8 @@ def nbytes_with_a_twin(world: World, monkeypatch: pytest.MonkeyPatch, num_alone:
             content = world.content()
             header = replace(content.header, rank=1, sequence=content.header.sequence - 1, body_nbytes=SLOT_BYTES // 2)
             jobs = [CopyJob(twin, header, alike, places)] if n >= num_alone else []
-            staging = stager.begin(world.slots[n % NUM_SLOTS], content, sources, jobs)
+            staging = stager.begin(world.slots[n % NUM_SLOTS], content)
+            stager.copy(staging, sources, jobs)
             staging.go()
             staging.wait_sealed(60)
         found = simulation.nbytes_alive()
