@@ -33,11 +33,11 @@ settings.load_profile("patient")
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist, one after the other
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: two more than cores, since tests wait for servers and time-outs half of their time.
+    """Of `-n auto`: one more than cores, since tests wait for servers and time-outs half of their time.
 
     Each takes a gigabyte, for torch twice and for servers of its own.
     """
-    return min(len(os.sched_getaffinity(0)) + 2, 6)
+    return min(len(os.sched_getaffinity(0)) + 1, 6)
 
 
 LONGEST = (
