@@ -116,8 +116,8 @@ class LateHead:
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
-    """Pieces that are views of memory which is there anyway, as a slot is: many may be under way at once."""
+class Counted:
+    """Pieces of which it is known how many bytes there will be, though they may be made as they are needed."""
 
     nbytes: int
     """Of all of them."""
@@ -127,15 +127,10 @@ class InPlace:
         return iter(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Pieces that are made as they are needed, of which it is known how many bytes there will be."""
+class InPlace(Counted):
+    """Pieces that are views of memory which is there anyway, as a slot is: many may be under way at once."""
 
-    nbytes: int
-    pieces: Iterable[Buffer]
-
-    def __iter__(self) -> Iterator[Buffer]:
-        return iter(self.pieces)
+    __slots__ = ()
 
 
 def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytes:

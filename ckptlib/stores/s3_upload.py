@@ -58,7 +58,7 @@ def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], cre
 def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
     """Parts are held in memory while they are under way, unless they lie there anyway: else they are as small as may
     be."""
-    if not isinstance(pieces, (InPlace, Counted)):
+    if not isinstance(pieces, Counted):
         return io_limits.PART_NBYTES
     nbytes, least = head.nbytes + pieces.nbytes, io_limits.PART_NBYTES
     most = io_limits.LARGE_PART_NBYTES if isinstance(pieces, InPlace) else least

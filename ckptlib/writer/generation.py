@@ -65,7 +65,8 @@ class GenerationRecord:
             )
         self._forget_foreign(catalog, ids)
         if self._continues:
-            origin, warning = _continued(catalog, self._first_step)
+            is_new = not ids and self._seen is not None and not self._seen.newest  # nobody can have saved since
+            origin, warning = (None, None) if is_new else _continued(catalog, self._first_step)
             self._warning = self._warning or warning
             self.record = replace(self.record, resumed_from=origin)
             self._continues = False

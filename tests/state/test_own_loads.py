@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from onerank import Root, opened
+from test_made_tensors import WRAPPINGS
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,25 +74,6 @@ class ByWhole(Derived):
 
 
 KINDS: dict[str, type[Derived]] = {"hook": ByHook, "method": ByMethod}
-
-
-def checkpointed(module: nn.Module) -> nn.Module:
-    module[1] = checkpoint_wrapper(module[1])  # type: ignore[index, operator]
-    return module
-
-
-def sharded(module: nn.Module) -> nn.Module:
-    fully_shard(module[1])  # type: ignore[index]
-    return fully_shard(module)
-
-
-WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "nothing": lambda m: m,
-    "FSDP2": sharded,
-    "DDP": DistributedDataParallel,
-    "compile": lambda m: torch.compile(m, backend="eager"),  # type: ignore[return-value]
-    "checkpoint inside": checkpointed,
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
