@@ -22,6 +22,7 @@ from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
 from ckptlib.writer.launch import launch, no_start
 from ckptlib.writer.orders import SAVES, OpenOrders, failure, given_up
 from ckptlib.writer.silence import Silence
+from ckptlib.writer.standing import Standing
 from ckptlib.writer.told_warnings import log_told
 
 log = logging.getLogger(__name__)
@@ -59,17 +60,12 @@ class Writer:
         """
         self._setup = setup
         self._unread = unread
-        self._slots: list[str] = []
-        self._open = OpenOrders(int(setup["rank"]), setup.get("local") is not None)
+        rank, has_local = int(setup["rank"]), setup.get("local") is not None
+        self._standing = Standing(rank, has_local)
+        self._open = OpenOrders(rank, has_local)
         self._heard: deque[Message] = deque()
         self._noted: list[Message] = []
         """Events that the writer has sent, and those of them that are still to be told."""
-        self._held: SaveId | None = None
-        self._earlier: Message | None = None
-        self._whole: tuple[SaveId, int, bool] | None = None
-        self._begun: Message | None = None
-        self._owes_record = False
-        """Whether it is to put the record at once, and has not said what became of that."""
         self._lent: Lent | None = None
         """To the first writer: what is known of the step that the job restored. Closed once a save is put."""
         self.waiting: Message | None = None
@@ -89,7 +85,7 @@ class Writer:
         """Whether it was let go of: it finishes alone, or has finished, and no other one is started in its place."""
         self._lock, self._waking = threading.Lock(), threading.Lock()
         try:
-            self.log_path = logfile.new_path(int(setup["rank"]))
+            self.log_path = logfile.new_path(rank)
             self._start(wait_s)
         except BaseException as error:
             if unread is not None:
@@ -129,25 +125,21 @@ class Writer:
         """The writer opens it now, so that it outlives the trainer, and goes after it."""
         self.wake()
         with self._lock:
-            self._slots.append(str(path))
-            self._channel.send({"op": "slot", "path": str(path)})
+            self._channel.send(self._standing.slot(path))
 
     def held(self, save: SaveId) -> None:
         """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
-        self._held = save
-        self._channel.send({"op": "held", "save": str(save)})
+        self._channel.send(self._standing.held(save))
 
     def earlier(self, save: SaveId | None) -> None:
         """Of the earlier jobs' steps on the local disks a restart needs this one, or none: others may be removed where
         there is no room."""
-        self._earlier = {"op": "earlier", "save": None if save is None else str(save)}
-        self._channel.send(self._earlier)
+        self._channel.send(self._standing.earlier(save))
 
     def whole(self, save: SaveId, settled: int, recorded: bool) -> None:
         """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`.
         `recorded`: the record of the generation is in the store; else those of earlier jobs stay."""
-        self._whole = save, settled, recorded
-        self._channel.send({"op": "whole", "save": str(save), "settled": settled, "recorded": recorded})
+        self._channel.send(self._standing.whole(save, settled, recorded))
 
     def begin(
         self,
@@ -172,7 +164,6 @@ class Writer:
         """
         with self._lock:
             order = {
-                "op": "begin",
                 "record": record,
                 "root": root,
                 "step": step,
@@ -182,11 +173,9 @@ class Writer:
                 "is_new": is_new,
                 "seen": None if seen is None else seen.to_json(),
             }
-            self._begun = {**order, "now": False}
-            self._owes_record = now and self._setup["rank"] == 0
             self._lent = None if known is None else lend(known)
             told = None if self._lent is None else self._lent.path
-            self._channel.send({**self._begun, "now": now, "known": told})
+            self._channel.send({**self._standing.begin(order, now), "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:
         """A snapshot is being staged; the writer is told by `tell_expected`.
@@ -257,7 +246,7 @@ class Writer:
                     self._note(self._heard[0])
                     self._noted.append(self._heard[0])
                 self._heard.popleft()
-            needed = (self._held is not None or self._owes_record) and self._deaths + 1 < MAX_DEATHS
+            needed = (self._standing.is_kept or self._standing.owes_record) and self._deaths + 1 < MAX_DEATHS
             stuck = self._stuck or self._channel.stalled
             lacks = not self.left and (stuck or (self._channel.closed and (self._open or needed)))
             if lacks and time.monotonic() >= self._start_at:
@@ -288,10 +277,7 @@ class Writer:
             self._stuck = True
         if kind == "waiting":
             self.waiting = None if event["request"] is None else event
-        if kind == "begun" and self._begun is not None:  # another writer need not find out what the job continues
-            self._begun |= {"record": event["record"], "continues": False}
-        if kind in ("begun", "not-begun"):
-            self._owes_record = False
+        self._standing.note(event)
         if kind in ("ready", "begun", "not-begun", "waiting"):
             return
         if kind == "swept":
@@ -325,17 +311,8 @@ class Writer:
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
             dropped, self._deaths = self._open.drop_all(), 0
-        if self._begun is not None:
-            now = self._owes_record or self._setup.get("local") is not None
-            self._channel.send({**self._begun, "now": now, "again": True})
-        for path in self._slots:
-            self._channel.send({"op": "slot", "path": path})
-        if self._held is not None:
-            self.held(self._held)
-        if self._earlier is not None:
-            self._channel.send(self._earlier)
-        if self._whole is not None:
-            self.whole(*self._whole)
+        for message in self._standing.again():
+            self._channel.send(message)
         for order in self._open:
             self._channel.send({**order, "again": True})  # that one may have put a part of it
         for order in dropped:
@@ -364,8 +341,7 @@ class Writer:
     def forget_slot(self, path: Path) -> None:
         """The slot is gone; its memory is given back when the writer has let go of it, too."""
         with self._lock:
-            self._slots.remove(str(path))
-            self._channel.send({"op": "forget", "path": str(path)})
+            self._channel.send(self._standing.forget(path))
 
     def leave(self) -> None:
         """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""

@@ -1,0 +1,72 @@
+"""What holds for each writer of a rank beside its orders, and what another one is told of it, should this one die. No
+torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptlib.format.keys import SaveId
+from ckptlib.writer.channel import Message
+
+
+class Standing:
+    """Of one rank: its slots, the generation, and which steps memory and local disks hold. Each method returns what the
+    writer is to be told. Whoever calls holds the lock, but for what only the main thread says: `held`, `earlier`,
+    `whole`."""
+
+    def __init__(self, rank: int, has_local: bool) -> None:
+        """`has_local`: saves go to a local disk first."""
+        self._rank, self._has_local = rank, has_local
+        self._slots: list[Path] = []
+        self._held: Message | None = None
+        self._earlier: Message | None = None
+        self._whole: Message | None = None
+        self._begun: Message | None = None
+        self.owes_record = False
+        """Whether the writer is to put the record at once, and has not said what became of that."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there are snapshots that must not be lost, should no job go on from them."""
+        return self._held is not None
+
+    def slot(self, path: Path) -> Message:
+        self._slots.append(path)
+        return {"op": "slot", "path": str(path)}
+
+    def forget(self, path: Path) -> Message:
+        self._slots.remove(path)
+        return {"op": "forget", "path": str(path)}
+
+    def held(self, save: SaveId) -> Message:
+        self._held = {"op": "held", "save": str(save)}
+        return self._held
+
+    def earlier(self, save: SaveId | None) -> Message:
+        self._earlier = {"op": "earlier", "save": None if save is None else str(save)}
+        return self._earlier
+
+    def whole(self, save: SaveId, settled: int, recorded: bool) -> Message:
+        self._whole = {"op": "whole", "save": str(save), "settled": settled, "recorded": recorded}
+        return self._whole
+
+    def begin(self, order: Message, now: bool) -> Message:
+        """`now`: rank 0's writer puts the record at once."""
+        self._begun = {"op": "begin", **order}
+        self.owes_record = now and self._rank == 0
+        return {**self._begun, "now": now}
+
+    def note(self, event: Message) -> None:
+        """The writer's word on the record."""
+        if event["event"] == "begun" and self._begun is not None:  # another need not find out what the job continues
+            self._begun |= {"record": event["record"], "continues": False}
+        if event["event"] in ("begun", "not-begun"):
+            self.owes_record = False
+
+    def again(self) -> list[Message]:
+        """For a writer in the place of a dead one, before its orders."""
+        told = []
+        if self._begun is not None:
+            told.append({**self._begun, "now": self.owes_record or self._has_local, "again": True})
+        told += [{"op": "slot", "path": str(path)} for path in self._slots]
+        return told + [message for message in (self._held, self._earlier, self._whole) if message is not None]
