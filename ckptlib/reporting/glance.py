@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckptlib.catalog.accounts import read_accounts
@@ -84,8 +84,8 @@ class Watcher:
         self._deadline_s: float | None = None
         self._manifests: dict[SaveId, Manifest] = {}
         self._failed: dict[SaveId, str] = {}
-        self._accounts_of: Sequence[str] | None = None
-        """The objects beside the generations, as of the last reading of accounts."""
+        self._accounts_of: tuple[Sequence[str], Set[GenerationId]] | None = None
+        """The objects beside the generations, and the generations with steps, as of the last reading of accounts."""
         self._told: Mapping[GenerationId, Account] = {}
         self._problems: Sequence[str] = ()
         self._seen: SaveId | None = None
@@ -105,7 +105,7 @@ class Watcher:
         saves = history(put_at, generations)
         problems = [*map(str, lost.values())]
         manifests = self._read(saves[-RECENT - 1 :], problems)
-        self._note_accounts()
+        self._note_accounts({save.generation for save in put_at})
         under_way = self._look_at_parts(put_at, saves[-1] if saves else None)
         return Glance(
             at=time.time(),
@@ -129,9 +129,10 @@ class Watcher:
         self._manifests = found
         return [*found.values()]
 
-    def _note_accounts(self) -> None:
-        """An account is put when a start ends, and never altered."""
-        there = [entry.key for entry in self._catalog.store.scan(keys.GENERATIONS)]
+    def _note_accounts(self, saved: Set[GenerationId]) -> None:
+        """An account is put when a start ends, and never altered. The first step of a start tells that the one before
+        it has ended. `saved`: the generations with steps."""
+        there = [entry.key for entry in self._catalog.store.scan(keys.GENERATIONS)], saved
         if there != self._accounts_of:
             accounts = read_accounts(self._catalog)
             self._told, self._problems, self._accounts_of = accounts.told, accounts.problems, there

@@ -17,14 +17,18 @@ import torch
 from helpers.commands import Ckptlib, files
 from helpers.forkserver import context, start_server
 from helpers.increments import body_of
-from support import make_generation, make_root, put_parts, state
+from support import make_generation, make_root, make_save, put_parts, state
 from workers.reported_run import train
 
 import ckptlib as library
 from ckptlib import events
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format.account import Account, Mark
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import FailedPart
+from ckptlib.reporting.glance import Watcher
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import write_plan
 
 WAIT_S = 120.0
@@ -128,6 +132,20 @@ def test_damage(ckptlib: Ckptlib, root: Path) -> None:
     shown = ckptlib("watch", root, "--once")
     assert shown.code == 1
     assert newest.stem in shown.out
+
+
+def test_a_lost_start_is_a_failure_once_the_next_one_saves() -> None:
+    """Host and writer went with it, so that its manifests alone tell of it: first as one that may still run."""
+    catalog = make_root(MemoryStore())
+    watcher = Watcher(Catalog(catalog.store))
+    told = Account(1000.0, 10.0, 1.0, None, 1, (Mark(0, 0.0, 0.0), Mark(5, 5.0, 0.0)))
+    lost = make_save(catalog, make_generation(catalog), 5, state(5), account=told.to_json())
+    assert watcher.look().goodput.failures == 0
+    generation = make_generation(catalog, 2, lost)
+    watcher.look()
+    later = Account(2000.0, 10.0, 1.0, None, 1, (Mark(5, 0.0, 0.0), Mark(9, 4.0, 0.0)))
+    make_save(catalog, generation, 9, state(9), account=later.to_json())
+    assert watcher.look().goodput.failures == Watcher(Catalog(catalog.store)).look().goodput.failures == 1
 
 
 def test_wrong_usage(ckptlib: Ckptlib, saved: Path, tmp_path: Path) -> None:
