@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog, CheckpointInfo
 from ckptlib.catalog.reading import each
+from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.checkpoint import LoadOrder, SaveOrder, load_step, save_step
 from ckptlib.errors import CheckpointNotFound, WaitTimeout
 from ckptlib.format import values
@@ -227,14 +228,19 @@ def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object
 def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
     """Yields the committed steps of a root's history in ascending order. Any process may call it alone.
 
-    Leaves out those that retention drops meanwhile.
+    Leaves out those that retention drops meanwhile; where that is the newest one, those that came after it follow.
     """
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
-        for info in each(partial(_info, catalog), catalog.visible()):
-            if info is not None:
-                metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
-                yield replace(info, metrics=metrics)
+        listed = catalog.visible()
+        for _ in range(TRIES):
+            for info in each(partial(_info, catalog), listed):
+                if info is not None:
+                    metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
+                    yield replace(info, metrics=metrics)
+            if is_newest_there(catalog, listed):
+                break
+            listed = [save for save in catalog.visible() if save > listed[-1]]
 
 
 def _info(catalog: Catalog, save: SaveId) -> CheckpointInfo | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import each
+from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account, decode_accounts, encode_accounts, fullest
@@ -72,8 +73,17 @@ def keep_account_in(catalog: Catalog, manifest: Manifest) -> None:
 
 def read_accounts(catalog: Catalog) -> Accounts:
     """Of all starts. An account that cannot be read is reported, and hides no other. Raises the store's errors."""
+    for _ in range(TRIES):
+        listed = catalog.saves()
+        found = _accounts(catalog, listed)
+        if is_newest_there(catalog, listed):
+            break
+    return found
+
+
+def _accounts(catalog: Catalog, listed: Sequence[SaveId]) -> Accounts:
     saves: dict[GenerationId, list[SaveId]] = {}
-    for save in catalog.saves():  # ascending by step
+    for save in listed:  # ascending by step
         saves.setdefault(save.generation, []).append(save)
     ids = catalog.generation_ids()
     told, problems = _read_listed(catalog)

@@ -5,6 +5,8 @@ Between the listing and the read, retention may drop the step: of `latest` and t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound
 from ckptlib.format.keys import SaveId
@@ -24,3 +26,11 @@ def resolve_document(catalog: Catalog, step: int | str, best: Best | None = None
             continue
     save = catalog.resolve(step, best)
     return save, catalog.manifest_document(save)
+
+
+def is_newest_there(catalog: Catalog, listed: Iterable[SaveId]) -> bool:
+    """Whether the newest of these saves is still committed; True where there are none. Else there is a newer one: who
+    has read the manifests of what was listed may have found neither, and lists again.
+    """
+    newest = max(listed, key=lambda save: (save.generation, save.step), default=None)
+    return newest is None or catalog.is_committed(newest)

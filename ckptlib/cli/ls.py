@@ -10,6 +10,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.cli.local_disk import DiskShare, on_disk
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
@@ -130,7 +131,15 @@ def _incomplete(generations: Iterable[Branch]) -> str | None:
 
 def committed(catalog: Catalog, everything: bool) -> list[Row]:
     """The saves on the history, or all of them. A manifest that is damaged or newer is a row, too."""
-    visible = {*catalog.visible(newer=True)}
+    for _ in range(TRIES):
+        visible = {*catalog.visible(newer=True)}
+        rows = _rows(catalog, visible, everything)
+        if is_newest_there(catalog, visible):
+            break
+    return rows
+
+
+def _rows(catalog: Catalog, visible: set[SaveId], everything: bool) -> list[Row]:
     saves = catalog.saves() if everything else sorted(visible)
     marks = Marks.of(catalog, visible)
 

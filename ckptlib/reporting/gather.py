@@ -18,6 +18,7 @@ from ckptlib.catalog.goodput import Start, goodput
 from ckptlib.catalog.history import history, limits_of
 from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.errors import CheckpointNotFound, CkptError, ObjectNotFound
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account, interval_why
@@ -48,10 +49,13 @@ def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
     """Raises CheckpointNotFound where there is no root, and the store's errors."""
     deadline_s, problems = catalog.root().save_deadline_s, Problems()
     with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-report") as executor:
-        listed = catalog.store.scan(keys.STEPS)
-        put_at = {save: e.modified for e in listed if (save := keys.parse_manifest_key(e.key)) is not None}
-        pinned = {save for e in listed if (save := keys.parse_pin_key(e.key)) is not None}
-        manifests = _manifests(catalog, executor, sorted(put_at), problems)
+        for _ in range(TRIES):
+            listed = catalog.store.scan(keys.STEPS)
+            put_at = {save: e.modified for e in listed if (save := keys.parse_manifest_key(e.key)) is not None}
+            pinned = {save for e in listed if (save := keys.parse_pin_key(e.key)) is not None}
+            manifests = _manifests(catalog, executor, sorted(put_at), problems)
+            if is_newest_there(catalog, put_at):
+                break
         generations, lost = catalog.records(put_at, newer=True)
         problems.add(*lost.values())
         accounts = read_accounts(catalog)

@@ -152,7 +152,7 @@ def test_verify_while_its_step_is_deleted(ckptlib: Ckptlib, monkeypatch: pytest.
 def go_on(catalog: Catalog) -> None:
     """The job saves one more step, and keeps no other."""
     (generation,) = {save.generation for save in catalog.saves() if save.step == 5}
-    Committer(catalog).commit(*put_parts(catalog, generation, 6, state(6)))
+    Committer(catalog).commit(*put_parts(catalog, generation, 6, state(6), account=account(6).to_json()))
     sweep(catalog, Keep(last=1), None)
 
 
@@ -161,6 +161,31 @@ def test_the_newest_step_is_opened_while_it_is_dropped(monkeypatch: pytest.Monke
         monkeypatch.setattr(opened, "open_store", lambda url, given, store=store: store)
         with ckptlib.open("memory://run", framework="numpy") as step:
             assert step.get_tensor("count") == step.step
+
+
+def test_whoever_looks_finds_the_newest_step_while_it_is_dropped(
+    ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one at any time, so none is told of a root without."""
+    for store in each_moment(run, go_on):
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        assert ckptlib("ls", "memory://run", "--json").json["steps"][-1]["step"] in (5, 6), store.num_operations
+    for store in each_moment(run, go_on):
+        assert gather(Catalog(store)).steps[-1].save.step in (5, 6), store.num_operations
+
+
+def test_checkpoints_while_the_newest_step_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in each_moment(run, go_on):
+        monkeypatch.setattr(api, "open_store", lambda url, given, store=store: store)
+        steps = [info.step for info in ckptlib.checkpoints("memory://run")]
+        assert steps == sorted({*steps}), store.num_operations
+        assert steps[-1] in (5, 6), store.num_operations
+
+
+def test_goodput_while_the_newest_step_is_dropped() -> None:
+    for store in each_moment(run, go_on):
+        found = read_accounts(Catalog(store))
+        assert found.told[GenerationId(2, "00000002")].marks[-1].step in (5, 6), store.num_operations
 
 
 def many_accounts() -> MemoryStore:
