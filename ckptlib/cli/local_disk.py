@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from ckptlib.catalog.begun import Begun, noted
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import by_save
 from ckptlib.format import keys
@@ -26,15 +28,24 @@ class DiskShare:
     """When its newest part was put."""
 
 
-def on_disk(path: str, root: Catalog) -> dict[SaveId, DiskShare]:
-    """By save. Raises UsageError where the directory is not of this root."""
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What is on this disk."""
+
+    shares: Mapping[SaveId, DiskShare]
+    begun: Sequence[Begun]
+    """Generations that are noted there, whose records the store may lack."""
+
+
+def on_disk(path: str, root: Catalog) -> Disk:
+    """Raises UsageError where the directory is not of this root."""
     if not Path(path).is_dir():
         raise click.UsageError(f"--local {path}: there is no such directory")
     with LocalStore(path) as store:
         found, wanted = Catalog(store).root().id, root.root().id
         if found != wanted:
             raise click.UsageError(f"--local {path}: belongs to root {found}; {root.store.url} is root {wanted}")
-        entries, packs = store.scan(keys.PARTS), store.scan(keys.PACKS)
+        entries, packs, begun = store.scan(keys.PARTS), store.scan(keys.PACKS), noted(store)
     times = {entry.key: entry.modified for entry in entries}
     sizes: dict[SaveId, int] = {}
     for entry in packs:
@@ -42,7 +53,7 @@ def on_disk(path: str, root: Catalog) -> dict[SaveId, DiskShare]:
         if save is not None:
             sizes[save] = sizes.get(save, 0) + entry.nbytes
     parts = by_save(name for entry in entries if (name := keys.parse_part_key(entry.key)) is not None)
-    return {
+    shares = {
         save: DiskShare(
             tuple(sorted(ranks)),
             sizes.get(save, 0),
@@ -50,3 +61,4 @@ def on_disk(path: str, root: Catalog) -> dict[SaveId, DiskShare]:
         )
         for save, ranks in parts.items()
     }
+    return Disk(shares, begun)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import click
 from rich.text import Text
 
+from ckptlib.catalog.begun import unrecorded
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.resolving import TRIES, is_newest_there
-from ckptlib.cli.local_disk import DiskShare, on_disk
+from ckptlib.cli.local_disk import Disk, DiskShare, on_disk
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
@@ -180,15 +181,18 @@ def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
         )
 
 
-def with_disk(catalog: Catalog, rows: Iterable[Row], disk: Mapping[SaveId, DiskShare], everything: bool) -> list[Row]:
+def with_disk(catalog: Catalog, rows: Iterable[Row], disk: Disk, everything: bool) -> list[Row]:
     """The rows, each with its objects on a local disk; and rows of steps that are only there."""
-    found = {row.save: replace(row, local=disk.get(row.save)) for row in rows}
-    visible = {*catalog.visible(disk, newer=True)}
+    shares = disk.shares
+    found = {row.save: replace(row, local=shares.get(row.save)) for row in rows}
+    visible = {*catalog.visible(shares, newer=True)}
+    entering = {begun.record.id for begun in unrecorded(disk.begun, catalog)}  # the next job puts their records
     committed = {*catalog.saves()}
-    for save in disk.keys() - found.keys():
-        if save not in committed and (everything or save in visible):
-            state = "local" if save in visible else "left behind"
-            found[save] = Row(save, state, None, disk[save].nbytes, disk[save].since, local=disk[save])
+    for save in shares.keys() - found.keys():
+        is_local = save in visible or save.generation in entering
+        if save not in committed and (everything or is_local):
+            state, share = "local" if is_local else "left behind", shares[save]
+            found[save] = Row(save, state, None, share.nbytes, share.since, local=share)
     return [found[save] for save in sorted(found)]
 
 

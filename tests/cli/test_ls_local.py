@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import Ckptlib, files
+from support import make_generation, put_parts, state
 
+from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.format.keys import SaveId
+from ckptlib.catalog.known_generations import KnownGenerations
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
 
@@ -70,3 +74,19 @@ def test_a_directory_of_another_root_is_refused(ckptlib: Ckptlib, root: Path, di
     flip_bit(disk / "ckptlib.json", text.index(b'"id":"') + 6)
     shutil.rmtree(disk / "copies")
     assert ckptlib("ls", root, "--local", disk).code == 1
+
+
+def test_steps_of_a_job_that_ended_before_the_store_had_its_record(ckptlib: Ckptlib, root: Path, disk: Path) -> None:
+    """The next job finds them, unless another one has gone on without them."""
+    on_disk, catalog = LocalStore(str(disk)), Catalog(LocalStore(str(root)))
+    ended = GenerationId(2, "d" * 8)
+    note(on_disk, Begun(Generation(ended, 1, None, 1.5, {}, "host"), 6, True, KnownGenerations(1)))
+    put_parts(Catalog(on_disk), ended, 6, state(6))
+
+    def states(*flags: str) -> list[str]:
+        rows = ckptlib("ls", root, "--local", disk, *flags, "--json").json["steps"]
+        return [row["state"] for row in rows if row["step"] == 6]
+
+    assert states() == states("--all") == ["local"]
+    make_generation(catalog, 3)
+    assert (states(), states("--all")) == ([], ["left behind"])
