@@ -7,6 +7,7 @@ then for the caller to check, by a catalog of `CopiedPacks`; documents follow, a
     a crash ...                 leaves                      then a copy that is begun again
     between packs               packs that no part names    puts those that are missing
     between documents           no step, or the whole one   puts what is missing
+    behind the manifest         the step                    looks whether it is good
 
 A sweep of the new root takes what a crash has left for what it is, and deletes it a grace period later. A copy that
 finds a trash record of it does not begin; and since a sweep may begin later, it looks again behind its manifest, as
@@ -71,14 +72,14 @@ def lineage_of(catalog: Catalog, save: SaveId) -> tuple[list[Generation], CkptEr
 
 
 def open_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
-    """Makes the new root, or finds that of a copy of the same step that did not come to its end.
+    """Makes the new root, or finds that of an earlier copy of the same step.
 
     Raises CkptError for a root that is in use, or whose sweeps are deleting what that copy left.
     """
     where, origin = target.store.url, source.root()
     with suppress(CheckpointNotFound):
-        target.root()
-        if what := _used_for(target, lineage):
+        is_source = target.root().id == origin.id
+        if what := "the id of the source" if is_source else _used_for(target, step, lineage):
             raise CkptError(f"{where} is a root that is in use: it has {what}. Name a new one; nothing was changed")
         if (condemned := _condemned(target, step)) is not None:
             raise CkptError(
@@ -92,9 +93,10 @@ def open_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list
     target.open_root(Root(secrets.token_hex(16), origin.algorithm, origin.save_deadline_s))
 
 
-def _used_for(target: Catalog, lineage: list[Generation]) -> str | None:
-    """What a root has that a copy of this step, which has not come to its end, does not leave."""
-    if target.saves():
+def _used_for(target: Catalog, step: StepObjects, lineage: list[Generation]) -> str | None:
+    """What a root has that no copy of this step leaves."""
+    save, saves = step.manifest.save, target.saves()
+    if saves and (saves != [save] or target.manifest_document(save) != step.document):
         return "steps"
     return "generations of its own" if {*target.generation_ids()} - {record.id for record in lineage} else None
 
@@ -172,7 +174,7 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
         target.shared.put_layout(digest, layout.encoded)
         target.shared.keep_layout(digest, layout)
     target.shared.put_copies(manifest.layouts)
-    _check_unused(target, manifest.save, lineage, "no document of the step but its layouts is there")
+    _check_unused(target, step, lineage, "no document of the step but its layouts is there")
     for record in reversed(lineage):
         target.shared.put_generation(record.id, source.shared.document(record.id.key))
     for name in manifest.parts:
@@ -181,7 +183,7 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
         "the step is not there, but records of its generations are. If that job ends with Superseded by them, ckptlib "
         f"ls --all {target.store.url} lists what it has saved, and ckptlib rewind goes back to it"
     )
-    _check_unused(target, manifest.save, lineage, left)
+    _check_unused(target, step, lineage, left)
     # Another copy of the same step may have put it, and have said that it is there to stay.
     is_own = put_new(target.store, manifest.save.manifest_key, step.document, create=True)
     try:
@@ -197,10 +199,10 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
     target.shared.put_again(manifest.layouts)
 
 
-def _check_unused(target: Catalog, save: SaveId, lineage: list[Generation], left: str) -> None:
+def _check_unused(target: Catalog, step: StepObjects, lineage: list[Generation], left: str) -> None:
     """Raises CkptError where a job has begun; not where another copy has put the step, from which jobs go on."""
-    what = _used_for(target, lineage)
-    if what and not target.is_committed(save):
+    what = _used_for(target, step, lineage)
+    if what and not target.is_committed(step.manifest.save):
         raise CkptError(
             f"a job has begun in {target.store.url} meanwhile: it has {what}. Name a new root, and copy again; {left}"
         )

@@ -40,8 +40,8 @@ def command(
 
     The copy stands alone: it has all packs that the step needs, whichever steps wrote them, as they are. They are read
     back from NEW_URL and compared with their digests; only then the step is listed there. A copy that was interrupted
-    has no step, and goes on where it was when you give the same command again. Nothing in URL is changed. Refuses a
-    NEW_URL that is in use. STEP: a number, a name as `ls --json` prints it, latest or best.
+    has no step, or the whole one, and comes to its end when you give the same command again. Nothing in URL is changed.
+    Refuses a NEW_URL that is in use. STEP: a number, a name as `ls --json` prints it, latest or best.
     """
     if _scheme(new_url) == "memory":
         raise click.UsageError(f"{new_url} is memory of this process, and gone when it ends: give a path or a bucket")

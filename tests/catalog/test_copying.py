@@ -15,7 +15,8 @@ from ckptlib.catalog import copying
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.step_objects import StepObjects, step_objects
 from ckptlib.errors import CkptError, SaveFailed
-from ckptlib.format.manifest import TrashRecord
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Root, TrashRecord
 from ckptlib.stores.memory import MemoryStore
 
 KEYS = [f"packs/000000000001-000001-00000001/00000{n}-a77e3b70-000000.safetensors" for n in range(6)]
@@ -147,3 +148,33 @@ def test_what_another_copy_has_put_stays_also_where_a_store_tells_only_when_aske
     with pytest.raises(SaveFailed, match="The step is what another copy put"):
         copying.commit_copy(source, target, step, lineage)
     assert listed_steps_are_whole(target.store) == [1]
+
+
+def test_a_copy_that_was_killed_behind_its_manifest_comes_to_its_end() -> None:
+    source, target = make_root(MemoryStore()), Catalog(MemoryStore())
+    save = make_save(source, make_generation(source, 3), 1, state(1))
+    copy_all(source, target, save)
+    before = keys_below(target, "")
+    copy_all(source, target, save)
+    assert keys_below(target, "") == before
+    assert listed_steps_are_whole(target.store) == [1]
+
+
+def test_a_step_of_that_name_that_is_another_one_is_no_copy() -> None:
+    source, target = make_root(MemoryStore()), Catalog(MemoryStore())
+    generation = make_generation(source, 3)
+    save = make_save(source, generation, 1, state(1))
+    target.open_root(Root("b" * 32, source.root().algorithm, 60.0))
+    make_generation(target, 3)
+    assert make_save(target, generation, 1, state(2)) == save
+    with pytest.raises(CkptError, match="in use: it has steps"):
+        copy_all(source, target, save)
+    with pytest.raises(CkptError, match="in use: it has the id of the source"):
+        copy_all(source, source, save)
+
+
+def copy_all(source: Catalog, target: Catalog, save: SaveId) -> None:
+    step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
+    copying.open_copy(source, target, step, lineage)
+    copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.commit_copy(source, target, step, lineage)
