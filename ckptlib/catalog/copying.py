@@ -98,7 +98,11 @@ def _used_for(target: Catalog, step: StepObjects, lineage: list[Generation]) -> 
     save, saves = step.manifest.save, target.saves()
     if saves and (saves != [save] or target.manifest_document(save) != step.document):
         return "steps"
-    return "generations of its own" if {*target.generation_ids()} - {record.id for record in lineage} else None
+    generations = {*target.generation_ids()}
+    if not generations:  # a copy puts them before any part
+        parts = filter(None, (keys.parse_part_key(entry.key) for entry in target.store.scan(keys.PARTS)))
+        return "parts of other steps, as the local= of a job has" if any(part.save != save for part in parts) else None
+    return "generations of its own" if generations - {record.id for record in lineage} else None
 
 
 def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callable[[int], None]) -> int:

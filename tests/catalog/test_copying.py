@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.overwriting import OverwritingStore
-from support import listed_steps_are_whole, make_generation, make_root, make_save, state
+from support import listed_steps_are_whole, make_generation, make_root, make_save, put_parts, state
 from typing_extensions import Self, override
 
 from ckptlib.catalog import copying
@@ -171,6 +171,19 @@ def test_a_step_of_that_name_that_is_another_one_is_no_copy() -> None:
         copy_all(source, target, save)
     with pytest.raises(CkptError, match="in use: it has the id of the source"):
         copy_all(source, source, save)
+
+
+def test_the_local_tier_of_a_job_is_no_root_to_copy_to() -> None:
+    """A running job would sweep packs of the step away as those of an earlier one, and the next would not begin."""
+    source, disk = make_root(MemoryStore()), Catalog(MemoryStore())
+    generation = make_generation(source, 3)
+    save = make_save(source, generation, 1, state(1))
+    disk.open_root(Root("b" * 32, source.root().algorithm, 60.0))
+    put_parts(disk, generation, 2, state(2))
+    before = keys_below(disk, "")
+    with pytest.raises(CkptError, match="in use: it has parts of other steps, as the local= of a job has"):
+        copy_all(source, disk, save)
+    assert keys_below(disk, "") == before
 
 
 def copy_all(source: Catalog, target: Catalog, save: SaveId) -> None:
