@@ -40,7 +40,8 @@ class Accounts:
 
     told: Mapping[GenerationId, Account]
     untold: Sequence[GenerationId]
-    """Starts that left no account: of an older ckptlib, or of `ckptlib.save`."""
+    """Starts that left no account: of an older ckptlib, or of `ckptlib.save`. Not the newest one before it has a
+    step."""
     problems: Sequence[str]
     """Objects that cannot be read."""
 
@@ -88,7 +89,9 @@ def _accounts(catalog: Catalog, listed: Sequence[SaveId]) -> Accounts:
     ids = catalog.generation_ids()
     told, problems = _read_listed(catalog)
     untold = []
-    for generation in sorted({*ids, *saves}):
+    starts = sorted({*ids, *saves})
+    for generation in starts:
+        is_beginning = generation == starts[-1] and generation not in saves
         known = told.get(generation)
         if known is not None and known.end is not None:
             continue
@@ -99,7 +102,7 @@ def _accounts(catalog: Catalog, listed: Sequence[SaveId]) -> Accounts:
             found = None
         if found is not None:
             told[generation] = found if known is None else fullest([found, known])
-        elif known is None and not _is_rewind(catalog, generation):
+        elif known is None and not is_beginning and not _is_rewind(catalog, generation):
             untold.append(generation)
     return Accounts(told, untold, problems)
 

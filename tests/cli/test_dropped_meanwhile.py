@@ -206,3 +206,12 @@ def test_goodput_while_accounts_are_merged() -> None:
         found = read_accounts(Catalog(store))
         assert found.problems == []
         assert {of.number for of in found.told} == {*range(1, MAX_OBJECTS + 1)}
+
+
+def test_a_start_without_a_step_has_no_account_yet() -> None:
+    store = run()
+    catalog = Catalog(store)
+    make_generation(catalog, 3, catalog.saves()[-1])
+    assert read_accounts(Catalog(store)).untold == []
+    make_generation(catalog, 4, catalog.saves()[-1])
+    assert read_accounts(Catalog(store)).untold == [GenerationId(3, "00000003")]
