@@ -34,7 +34,11 @@ class Pieces:
         """Whether `views` are all that was taken."""
 
     def take(self, nbytes: int) -> None:
-        """Takes pieces until they are more than `nbytes`; all of those that are there already."""
+        """Takes pieces until they are more than `nbytes`; all of those that are there already.
+
+        Nobody has seen them yet, so all are kept, however much their memory is: the header of a pack alone may have
+        more than KEPT_NBYTES.
+        """
         while (self._is_kept or self.nbytes <= nbytes) and self._next() is not None:
             pass
 
@@ -42,6 +46,9 @@ class Pieces:
         """From the first to the last; those that are not kept, once."""
         yield from list(self.views)
         while (view := self._next()) is not None:
+            if self._kept_nbytes > KEPT_NBYTES:
+                self.can_repeat = False
+                self.views.clear()
             yield view
 
     def _next(self) -> memoryview | None:
@@ -53,9 +60,6 @@ class Pieces:
             # Copies are among what is in place.
             if not (self._is_kept or (self._is_in_place and isinstance(piece, memoryview))):
                 self._kept_nbytes += view.nbytes
-            if self._kept_nbytes > KEPT_NBYTES:
-                self.can_repeat = False
-                self.views.clear()
             if self.can_repeat:
                 self.views.append(view)
             return view

@@ -37,6 +37,16 @@ def test_what_is_there_already_is_whole() -> None:
     assert sent(pieces) == sent(pieces) == b"12" * 1000
 
 
+@pytest.mark.parametrize("kind", [iter, InPlace])
+def test_what_is_taken_beforehand_is_sent_however_large(monkeypatch, kind: type) -> None:
+    """As the header of a pack of some 200,000 tensors is."""
+    monkeypatch.setattr(obstore_pieces, "KEPT_NBYTES", 10)
+    views = (memoryview(piece) for piece in (b"12", b"34", b"5678"))
+    pieces = Pieces(b"h" * 11, InPlace(8, views) if kind is InPlace else views)
+    pieces.take(3)
+    assert sent(pieces) == b"h" * 11 + b"12345678"
+
+
 def test_views_in_place_are_kept_however_many(monkeypatch) -> None:
     monkeypatch.setattr(obstore_pieces, "KEPT_NBYTES", 10)
     memory = memoryview(bytes(range(200)) * 1000)
