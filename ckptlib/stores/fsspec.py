@@ -81,18 +81,18 @@ class FsspecStore(Store):
     def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
         """Calls a method of the filesystem that moves so many bytes; again where it takes too long.
 
-        Raises its errors, and StoreTimeout.
+        However long the first try took, another one follows. Raises its errors, and StoreTimeout.
         """
         began = time.monotonic()
-        until = began + RETRY_S if deadline is None else min(began + RETRY_S, deadline)
+        end = until = math.inf if deadline is None else deadline
         limit_s = IDLE_S + nbytes / SLOWEST_BPS
         while True:
             tried = time.monotonic()
-            left = math.inf if deadline is None else deadline - tried
             try:
-                return self._attempt(name, min(limit_s, max(left, 0.0)), *args, **kwargs)
+                return self._attempt(name, min(limit_s, max(end - tried, 0.0)), *args, **kwargs)
             except TimeoutError:
                 now = time.monotonic()
+                until = min(until, now + RETRY_S)
                 if now >= until:
                     raise StoreTimeout(f"no answer within {now - began:.0f} s, for {nbytes} bytes") from None
                 time.sleep(max(0.0, min(1.0, tried + limit_s - now)))  # the backend itself may be in a hurry

@@ -130,6 +130,22 @@ def test_nothing_is_asked_after_the_deadline(store: FsspecStore, op: str, monkey
     assert deaf.asked == asked
 
 
+def test_what_may_take_longer_than_it_is_tried_again_is_tried_twice(
+    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the put of a whole pack may, and the read of a document, whose size nobody knows beforehand."""
+    monkeypatch.setattr(fsspec_store, "RETRY_S", IDLE_S / 10)
+    deaf = Deaf(float("inf"))
+    monkeypatch.setattr(client_of(store), "pipe_file", deaf(client_of(store).pipe_file))
+    others = {*threading.enumerate()}
+    with pytest.raises(StoreTimeout, match="a/b: cannot put: no answer within"):
+        call(store, "put")
+    deaf.freed.set()
+    for thread in {*threading.enumerate()} - others:
+        thread.join(PATIENCE_S)
+    assert deaf.asked == 2
+
+
 class Slow(AsyncFileSystem, MemoryFileSystem):
     """An object store's client, whose puts do not end by themselves."""
 
