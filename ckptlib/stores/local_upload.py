@@ -31,7 +31,10 @@ SLICE_NBYTES = 16 << 20
 TEMP_DIRECTORY = ".tmp"
 TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
 
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+"""How file systems refuse them. AFS does by EXDEV, from one directory to another; to another disk nothing is renamed
+either."""
+
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _PUBLISH_TRIES = 100

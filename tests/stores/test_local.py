@@ -209,9 +209,12 @@ for prefix in ["", "steps/", "steps/0"]:
         subprocess.run([sys.executable, "-c", script, root], check=True)
 
 
-def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EXDEV], ids=errno.errorcode.__getitem__)
+def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Or without such as lead from one directory to another: AFS has none."""
+
     def refuse(source: str, target: str, **directories: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "link", refuse)
     store = LocalStore(str(files))
@@ -220,6 +223,18 @@ def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatc
         store.put("a/b", b"2")
     assert store.get("a/b") == b"1"
     assert temp_files(files) == []
+
+
+def test_a_root_on_two_file_systems(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str, **directories: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    store = LocalStore(str(files))
+    with pytest.raises(StoreError, match=r"a/b: cannot publish: .*; a root must be on one file system"):
+        store.put("a/b", b"1")
+    assert (keys(store), temp_files(files)) == ([], [])
 
 
 @pytest.mark.parametrize("num_flushed", [0, 1, 2])
