@@ -285,7 +285,9 @@ class NoBucket(Exception):
 
 def _is_forbidden(error: Exception) -> bool:
     """Whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
-    return isinstance(error, PermissionError) or not {401, 403}.isdisjoint(_statuses(error))
+    if isinstance(error, PermissionError) or not {401, 403}.isdisjoint(_statuses(error)):
+        return True
+    return isinstance(error, OSError) and str(error).startswith("Forbidden: ")  # all that gcsfs tells of 403
 
 
 def _is_behind_the_end(error: Exception) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gcsfs.retry import validate_response
+from helpers.objects import client_of
 from helpers.servers import ObjectStorage
 from store_conformance import StoreConformance
 
-from ckptlib.errors import StoreError
+from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError
 from ckptlib.stores import Store, open_store
 
 
@@ -38,3 +40,20 @@ def test_a_missing_bucket_is_not_an_empty_store(gcs: ObjectStorage) -> None:
             store.put("a", b"1")
         with pytest.raises(StoreError, match="no such bucket"):
             store.scan("")  # the put made none
+
+
+def test_what_may_not_be_touched(gcs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs has no class and no number for a refusal."""
+
+    async def refuse(method: str, path: str, *parts: object, **more: object) -> None:
+        validate_response(403, b'{"error": {"code": 403, "message": "no storage.objects.get access"}}', path)
+
+    with open_store(gcs.url(), gcs.options()) as store:
+        store.put("a", b"data")
+        monkeypatch.setattr(client_of(store), "_call", refuse)
+        for read in (lambda: store.get("a"), lambda: store.get_into("a", 0, memoryview(bytearray(4)))):
+            with pytest.raises(ObjectUnreadable, match=r"(?s)/a: cannot get: .*Forbidden.*check the credentials"):
+                read()
+        for call in (lambda: store.put("b", b""), lambda: store.scan("steps/"), lambda: store.delete("a")):
+            with pytest.raises(StoreDenied, match=r"(?s)cannot (put|list|delete): .*Forbidden.*check the credentials"):
+                call()
