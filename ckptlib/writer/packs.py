@@ -171,11 +171,19 @@ class Packer:
         if some:
             yield some
 
-    def frames_head_nbytes(self, chunks: Sequence[int]) -> int:
-        """Room that suffices for the header of a pack of frames of these chunks: no frame is larger than its chunk."""
-        return self.pack_frames([Framed(chunk, LONGEST_CODEC, self.table.nbytes[chunk]) for chunk in chunks])[
-            0
-        ].head_nbytes
+    def frame_runs(self, chunks: Sequence[int]) -> list[tuple[Sequence[int], int]]:
+        """The chunks, cut so that frames of a whole run go into one pack; of each run the room for the header of that.
+
+        It suffices, since no frame is larger than its chunk.
+        """
+        if not chunks:
+            return []
+        longest = [Framed(chunk, LONGEST_CODEC, self.table.nbytes[chunk]) for chunk in chunks]
+        head_nbytes = self.pack_frames(longest)[0].head_nbytes
+        if head_nbytes <= HEAD_BUDGET_BYTES or len(chunks) == 1:
+            return [(chunks, head_nbytes)]
+        half = len(chunks) // 2
+        return [*self.frame_runs(chunks[:half]), *self.frame_runs(chunks[half:])]
 
     def pack_frames(self, frames: Sequence[Framed], head_nbytes: int = 0) -> tuple[PackShape, list[int]]:
         """One pack of frames, one behind the other, and where each of them lies in its file.

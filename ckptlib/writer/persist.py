@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 
@@ -231,44 +231,39 @@ class Persister:
         coded, raw = self._coder.candidates(snapshot, chunks)
         if self._coder.samples:  # beside the check they took three times as long as the chunks of a whole save
             wait([checked])
-        with closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding:
-            if self._store.late_nbytes > FRAMES_BYTES:
-                put, more = self._put_stream(snapshot, self._packer, keys, coded, encoding)
-            else:
-                put, more = self._put_side_by_side(snapshot, self._packer, keys, encoding)
-        put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted([*raw, *more]))))
+        put: list[PutChunks] = []
+        for run, head_nbytes in self._packer.frame_runs(coded):
+            with closing(self._coder.encode(slot.body, snapshot, run, parent, refused)) as encoding:
+                frames = frames_of(encoding, raw)
+                if self._store.late_nbytes > FRAMES_BYTES:
+                    put += self._put_stream(snapshot, self._packer, keys, head_nbytes, frames)
+                else:
+                    put += self._put_side_by_side(snapshot, self._packer, keys, frames)
+        put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted(raw))))
         return put
 
     def _put_stream(
-        self,
-        snapshot: Snapshot,
-        packer: Packer,
-        keys: Iterator[str],
-        coded: Sequence[int],
-        encoding: Iterator[Encoded],
-    ) -> tuple[list[PutChunks], list[int]]:
-        """Frames in one pack, of which the store takes each as it is made; and the chunks that turned out to be none.
+        self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], head_nbytes: int, frames: Iterator[Encoded]
+    ) -> list[PutChunks]:
+        """Frames in one pack, of which the store takes each as it is made.
 
-        The pack's header is known last, so room is left for the longest that it can be.
+        The pack's header is known last, so room is left for it: `head_nbytes`, the longest that it can be.
         """
         put: list[PutChunks] = []
-        raw: list[int] = []
-        frames = frames_of(encoding, raw)
         for first in frames:
-            pack = FramePack(packer, packer.frames_head_nbytes(coded))
+            pack = FramePack(packer, head_nbytes)
             pieces = pack.take(itertools.chain([first], frames), self._store.late_nbytes)
             put.append(self._put_frames(snapshot, next(keys), pack, pieces))
-        return put, raw
+        return put
 
     def _put_side_by_side(
-        self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], encoding: Iterator[Encoded]
-    ) -> tuple[list[PutChunks], list[int]]:
+        self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], frames: Iterator[Encoded]
+    ) -> list[PutChunks]:
         """The same in packs that are each made before they are put, so that the store is busy while one is flushed."""
         put: list[PutChunks] = []
-        raw: list[int] = []
         with ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts:  # its end waits for what is under way
             under_way: deque[Future[PutChunks]] = deque()
-            for some in in_packs(frames_of(encoding, raw)):
+            for some in in_packs(frames):
                 pack = FramePack(packer)
                 pieces = [*pack.take(some)]
                 under_way.append(puts.submit(self._put_frames, snapshot, next(keys), pack, pieces))
@@ -276,7 +271,7 @@ class Persister:
                 while len(under_way) >= FRAMES_PUTS:
                     put.append(under_way.popleft().result())
             put += [work.result() for work in under_way]
-        return put, raw
+        return put
 
     def _put_frames(self, snapshot: Snapshot, key: str, pack: FramePack, pieces: Iterable[Buffer]) -> PutChunks:
         def head() -> bytes:

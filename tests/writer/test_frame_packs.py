@@ -15,7 +15,8 @@ from typing_extensions import Buffer, override
 from ckptlib.errors import StoreError
 from ckptlib.stores import LateHead
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.writer import frame_packs
+from ckptlib.verify import verify_save
+from ckptlib.writer import frame_packs, packs
 
 MIB = 1 << 20
 
@@ -98,3 +99,26 @@ def test_a_save_whose_frames_the_store_does_not_take_fails_and_the_next_one_is_w
     assert {*store.late[1:]}.isdisjoint(entry.key for entry in store.scan("packs/"))
     store.fail_at = None
     job.check(job.save(arrays), arrays)
+
+
+@pytest.mark.parametrize("late_nbytes", [1 << 40, 1], ids=["a stream", "side by side"])
+def test_however_many_chunks_are_coded_no_header_is_longer_than_readers_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_nbytes: int
+) -> None:
+    longest = 8 * 1024
+    monkeypatch.setattr(packs, "HEAD_BUDGET_BYTES", longest)
+    store = Streams()
+    store.late_nbytes = late_nbytes
+    job, random = OneRank(tmp_path, store, "planes"), np.random.default_rng(5)
+    arrays = {f"layers.{i}": np.full(20_000, i, np.float32) for i in range(100)}
+    arrays |= {f"layers.{i}": random.integers(0, 2**32, 20_000, np.uint32).view(np.float32) for i in (3, 60, 99)}
+    part = job.save(arrays)
+    assert len(part.codings) == 97
+    names: list[str] = []
+    for pack in part.packs:
+        data = store.get(pack.key)
+        assert 8 + int.from_bytes(data[:8], "little") <= longest
+        names += (name for name in safetensors.numpy.load(data) if not name.startswith("@"))
+    assert sorted(names) == sorted(f"{name}@0" for name in arrays)
+    job.check(part, arrays)
+    assert not [*verify_save(job.catalog, part.save)]
