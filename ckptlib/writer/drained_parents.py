@@ -4,14 +4,13 @@ store is not asked: no save waits for it. No torch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from ckptlib.catalog.catalog import Steps
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
-from ckptlib.writer.parents import KEPT, fits, oldest_save
+from ckptlib.writer.parents import fits, keep_few, oldest_save
 
 
 class DrainedParents:
@@ -20,13 +19,16 @@ class DrainedParents:
     def __init__(self, known: Callable[[], Steps]) -> None:
         """`known`: the steps of the store from `oldest` on, as of when they were last listed."""
         self._known = known
-        self._parts: deque[Part] = deque(maxlen=KEPT)
+        self._parts: list[Part] = []
         """Newest last."""
+        self._parent: Part | None = None
+        """That was chosen last."""
 
     def remember(self, part: Part) -> None:
         """A part that is to be drained."""
         if all(other.save != part.save for other in self._parts):
             self._parts.append(part)
+            keep_few(self._parts, self._parent)
 
     def oldest(self) -> SaveId | None:
         """The first step that matters to a choice; None: it is not known. From any thread."""
@@ -36,4 +38,5 @@ class DrainedParents:
         """The parent of a snapshot, and the steps there are; None: nothing can be taken over. Waits for nothing."""
         steps = self._known()
         committed = (part for part in reversed(self._parts) if part.save in steps.saves and fits(part, snapshot))
-        return next(committed, None), steps
+        self._parent = next(committed, None)
+        return self._parent, steps

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.pauses import Pauses
@@ -29,6 +28,14 @@ KEPT = 5
 """Parts that are remembered: commits may come several saves late."""
 
 
+def keep_few(parts: list[Part], parent: Part | None) -> None:
+    """Forgets the oldest of more than KEPT. The parent that was chosen last stays beside them: it is the newest
+    committed one as long as saves fail."""
+    oldest = 1 if parts[0] is parent else 0
+    if len(parts) - oldest > KEPT:
+        del parts[oldest]
+
+
 class Parents:
     """Of one rank. Used by one thread."""
 
@@ -36,8 +43,10 @@ class Parents:
         """`seen`: is told of packs that the job's trainer has seen."""
         self._catalog, self._seen = catalog, seen
         self._world_size = world_size
-        self._parts: deque[Part] = deque(maxlen=KEPT)
+        self._parts: list[Part] = []
         """Newest last."""
+        self._parent: Part | None = None
+        """That was chosen last."""
         self._searched = False
         self._origin: SaveId | None = None
         """The step that the job resumed from; None: the record of its generation tells."""
@@ -65,6 +74,7 @@ class Parents:
             self._parts.remove(other)
         if not twins:
             self._parts.append(part)
+            keep_few(self._parts, self._parent)
 
     def search_again(self) -> None:
         """There may be another part of the newest save, by a writer that died: its manifest tells which one counts."""
@@ -82,7 +92,7 @@ class Parents:
             found = self._find(snapshot)
             self._searched, self._known = True, None
             if found is not None:
-                self._parts.appendleft(found)
+                self._parts.insert(0, found)
         candidates = [part for part in reversed(self._parts) if fits(part, snapshot)]
         if not candidates:
             return None, Steps([], [])
@@ -90,7 +100,7 @@ class Parents:
         steps = self._catalog.steps(oldest)
         deadline, pauses = time.monotonic() + patience_s, Pauses(self._catalog.store, patience_s)
         while True:
-            parent = next((part for part in candidates if part.save in steps.saves), None)
+            parent = self._parent = next((part for part in candidates if part.save in steps.saves), None)
             newest = candidates[0]
             if parent is newest or time.monotonic() >= deadline:
                 return parent, steps

@@ -34,7 +34,7 @@ PATCH = "patch"
 PROBES = 4
 """Chunks of a shard that are tried first, evenly spread."""
 
-KEYFRAMES_KEPT = parents.KEPT
+KEYFRAMES_KEPT = parents.KEPT + 1
 """Of a chunk, at most: each of the parts that may become a parent may need another one."""
 
 

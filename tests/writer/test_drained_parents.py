@@ -107,6 +107,14 @@ def test_only_what_the_store_has_committed_is_a_parent(saves: Saves) -> None:
     assert saves.whole_in(local, fifth), "packs that a local part uses are local"
 
 
+def test_the_newest_committed_one_stays_however_many_saves_fail_behind_it(saves: Saves) -> None:
+    saves.drain(saves.save())
+    for step in range(2, 9):
+        part = saves.save()
+        saves.drain(part, commit=False)
+        assert sources(part) == {1, step}
+
+
 def test_what_was_in_packs_that_are_gone_from_the_disk_is_written_again(
     saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,6 +99,24 @@ def test_commits_may_come_several_saves_late(job: SmallJob) -> None:
     assert chosen(job) == late[0].id
 
 
+def test_the_parent_of_before_takes_the_place_of_none_of_them(job: SmallJob) -> None:
+    before = job.save_and_commit()
+    late = [job.save() for _ in range(KEPT)]
+    job.commit(late[0])
+    job.store.delete(before.manifest_key)
+    assert chosen(job) == late[0].id
+
+
+def test_the_newest_committed_one_stays_however_many_saves_fail_behind_it(job: SmallJob) -> None:
+    """As when another rank does not reach the store for long: all else would be written again at each of them."""
+    job.save_and_commit()
+    committed = job.save_and_commit()
+    for _ in range(2 * KEPT):
+        assert put_by(job, job.save().id) == 0
+    assert chosen(job) == committed
+    assert len(parents_of(job)._parts) == KEPT + 1
+
+
 def test_three_saves_late_byte_targets_hold_at_every_save() -> None:
     """One row changes at each save; a save has what changed since the newest step that was committed when it began."""
     with no_chance():
