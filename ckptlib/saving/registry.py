@@ -92,9 +92,8 @@ class Registry:
             del self.loads[other]
         gone = [other for other in self.sessions if is_gone(other[1])]
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
-        session, loads, origin = self.sessions.get(key), self.loads.get(key), None
-        if session is not None and session.closed:
-            session = None
+        before, loads, origin = self.sessions.get(key), self.loads.get(key), None
+        session = None if before is None or before.closed else before
         if session is not None and session.group.any({**session.settings.options} != {**(options or {})}):
             session.close(SAVE_DEADLINE, clean=True)
             session = None
@@ -109,7 +108,7 @@ class Registry:
                 f"keep={session.settings.keep!r}; give the same keep to every save of a run"
             )
         if loads is not None:
-            origin = gone_back_to(self.group(over), loads, session, state, step)
+            origin = gone_back_to(self.group(over), loads, before, state, step)
             if session is not None and origin is not None:
                 session.close(SAVE_DEADLINE, clean=True)
                 session = None
@@ -178,7 +177,8 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 def gone_back_to(
     group: Group, loads: Loads, session: Session | None, state: Mapping[str, object], step: int
 ) -> SaveId | None:
-    """The earlier save from which this one goes on; None where it follows the last one. Collective.
+    """The earlier save from which this one goes on; None where it follows the last one. Collective. `session`: by which
+    this process saved last, though it may be closed by now.
 
     That is the step that was loaded into the state that is saved now. A state that was not loaded into goes on from the
     process's last load before its first save, or before it saves an older step: the state may be a copy of that.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import boto3
 import pytest
@@ -14,6 +15,8 @@ from helpers.s3 import S3_KEYS, s3_options
 from helpers.server_process import ServerProcess, answers, free_ports
 
 import ckptlib
+from ckptlib.errors import StoreDenied
+from ckptlib.saving import registry as registry_module
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +80,28 @@ def test_one_root_by_two_spellings(tmp_path: Path) -> None:
     ckptlib.save(same, state, 5)
     ckptlib.save(run, state, 6)
     assert [info.step for info in ckptlib.checkpoints(run)] == [1, 4, 5, 6]
+
+
+def test_fresh_options_are_no_reason_to_go_back(tmp_path: Path) -> None:
+    """A step that was loaded to be looked at hid those behind it, where credentials had changed since; and where the
+    first try with them had failed. A directory takes no options, so they may be any."""
+    state, looked_at = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
+
+    def save(step: int, key: str) -> None:
+        ckptlib.save(tmp_path, state, step, storage_options={"key": key})
+
+    save(1, "a")
+    save(2, "a")
+    ckptlib.load(tmp_path, looked_at, 1)
+    save(3, "b")
+    ckptlib.load(tmp_path, looked_at, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry_module, "Session", _denied)
+        with pytest.raises(StoreDenied):
+            save(4, "wrong")
+    save(4, "c")
+    assert [info.step for info in ckptlib.checkpoints(tmp_path)] == [1, 2, 3, 4]
+
+
+def _denied(*given: object) -> NoReturn:
+    raise StoreDenied("wrong credentials")
