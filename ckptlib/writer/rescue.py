@@ -116,10 +116,12 @@ def _ready(slots: Iterable[Slot]) -> Iterator[tuple[SlotHeader, Slot]]:
 
 
 def _shares(slots: Iterable[Slot], save: SaveId) -> dict[int, Slot]:
-    """By rank: the slot with its share. All of one snapshot, the newest: there may be two of one step."""
+    """By rank: the slot with its share. All of one snapshot, the first: there may be two of one step, and what all
+    ranks hold is the first. It stays until they hold a later step, and a step counts for nothing where it failed. The
+    second may have been under way as the job died."""
     ready = [found for found in _ready(slots) if found[0].save == save]
-    newest = max((header.number for header, _ in ready), default=None)
-    return {header.rank: slot for header, slot in ready if header.number == newest}
+    first = min((header.number for header, _ in ready), default=None)
+    return {header.rank: slot for header, slot in ready if header.number == first}
 
 
 def _is_missing(catalog: Catalog, save: SaveId, rank: int, slot: Slot) -> bool:

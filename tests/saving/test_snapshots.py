@@ -69,8 +69,9 @@ class Job:
     def has_room(self) -> bool:
         return self.snapshots.needs_held() <= self.snapshots.held_by_all
 
-    def begin(self) -> Staging:
-        self._steps += 1
+    def begin(self, again: bool = False) -> Staging:
+        """Of the next step, or of the same once more."""
+        self._steps += not again
         return begun(self.snapshots, self._steps, persists=False, slot=self.snapshots.take_slot(4096))
 
     def settle(self, staging: Staging) -> None:
@@ -142,3 +143,21 @@ def test_a_snapshot_that_counts_once_its_record_is_there_keeps_its_slot(job: Job
         job.settle(others[-1])
         others.append(job.begin())
     assert first.slot not in [other.slot for other in others]
+
+
+@pytest.mark.parametrize("error", [None, NoRoom("full")])
+def test_the_first_snapshot_of_a_step_that_all_hold_stays_beside_a_second_one(
+    job: Job, error: Exception | None
+) -> None:
+    """Such as a save behind one for memory only. Should the job die, the writers persist the first."""
+    first = job.begin()
+    job.settle(first)
+    second = job.begin(again=True)
+    second.error = error
+    job.settle(second)
+    for _ in range(3):
+        other = job.begin()
+        assert other.slot is not first.slot
+        other.error = NoRoom("full")
+        job.settle(other)
+    assert job.held == [1]

@@ -274,3 +274,15 @@ def test_generations_are_told_apart(job: Job) -> None:
     job.hosts[0] = [slot_of(job.directory, other, rank, 1, tensors(3)) for rank in range(RANKS)]
     job.rescue({0: save, 1: save})
     job.check(save)
+
+
+@pytest.mark.parametrize("lost", range(RANKS))
+def test_the_first_snapshot_of_a_step_counts_where_a_second_was_under_way(job: Job, lost: int) -> None:
+    """One for memory only, which all ranks held; then a save of that step, of which this rank's share alone is there.
+    The other host is lost, with its share of the second."""
+    save, here = job.snapshot(15), 1 - lost
+    second = slot_of(job.directory / f"host{here}", save, here, 16, tensors(99), compared(16))
+    job.hosts[here].append(second)
+    assert job.rescue({here: save}) == [None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
