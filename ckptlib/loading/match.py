@@ -31,7 +31,7 @@ from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import owners_of, state_to_fill
 from ckptlib.state.nests import is_all_plain
-from ckptlib.state.own_loads import own_loads
+from ckptlib.state.own_loads import own_loads, resizes
 from ckptlib.state.rng import LoadedRng
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
@@ -163,6 +163,9 @@ class _Walk(Visitor[Setter]):
             self._params.add(value, full)
             if name in holders:
                 self._add_made(value, full, holders[name], back)
+            elif (resized := self._resized(value, full, owners.get(id(value), []))) is not None:
+                made[id(value)], holder = resized
+                self._add_made(made[id(value)], full, holder, back)
             elif value.device.type != "meta":
                 self._plan.add_tensor(value, full)
             elif self._plan.wanted(full):
@@ -173,6 +176,18 @@ class _Walk(Visitor[Setter]):
         filled = (n for n, t in state if isinstance(t, torch.Tensor) and self._plan.fills(made.get(id(t), t)))
         for call in own_loads(module, filled, [holder for holder, _ in back.values()]):
             self._plan.then(call)
+
+    def _resized(
+        self, buffer: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]]
+    ) -> tuple[torch.Tensor, Holder] | None:
+        """A tensor of the saved shape, where that is another one and the module itself gives its buffer this shape."""
+        if len(owners) != 1 or buffer.is_meta or not self._plan.wanted(name):
+            return None
+        ((module, attribute),) = owners
+        entry = self._plan.saved.tensors.get(self._plan.named(name))
+        if entry is None or entry.shape == tuple(buffer.shape) or not resizes(module, attribute, entry.shape):
+            return None
+        return buffer.new_empty(entry.shape), Holder(module, attribute)
 
     def _add_made(self, tensor: torch.Tensor, name: str, holder: Holder, given: Given) -> None:
         """A tensor that hooks made is filled, and then goes back through `load_state_dict()`."""

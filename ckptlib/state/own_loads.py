@@ -6,6 +6,7 @@ dtype, renews it where torch would have come by.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import Parameter, signature
@@ -51,6 +52,25 @@ def give(module: nn.Module, state: dict[str, Any]) -> object:
 def is_of_torch(function: object) -> bool:
     """Whether it is torch's, and nobody's own."""
     return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
+
+
+def resizes(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> bool:
+    """Whether a module's own `_load_from_state_dict()` gives its buffer the shape of what is loaded, as torch's fake
+    quantizers do, whose buffers are as large as the data they have seen. A copy is asked."""
+    buffer = module._buffers.get(attribute)
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict or type(buffer) is not torch.Tensor:
+        return False
+    trial: Any = copy.copy(module)
+    for kind in ("_parameters", "_buffers"):
+        own = getattr(module, kind).items()
+        setattr(trial, kind, {name: None if held is None else held.detach().clone() for name, held in own})
+    state: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    trial._save_to_state_dict(state, "", True)
+    state[attribute] = buffer.new_zeros(()).expand(shape)
+    trial._load_from_state_dict(state, "", {"version": module._version}, False, [], [], problems)
+    found = trial._buffers.get(attribute)
+    return not problems and found is not None and tuple(found.shape) == shape
 
 
 def _innermost(module: nn.Module) -> nn.Module:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from onerank import Root, opened
+from onerank import Root, opened, same_modules
 from test_made_tensors import WRAPPINGS
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.distributed.tensor import DTensor
+
+from ckptlib import StateMismatch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,3 +173,68 @@ def test_what_is_loaded_as_a_whole_is_not_loaded_again(root: Root) -> None:
     root.move({"m": nn.Sequential(Given(3.0))}, {"m": target})
     assert target[0].renewed_with == [3]
     assert target[0].inside.renewals == 1  # type: ignore[union-attr]
+
+
+# -- buffers that a module gives another size as it is loaded
+
+
+def quantized(num_seen: int = 0) -> nn.Sequential:
+    """With a scale for each channel of what it has seen, of which there are so many."""
+    options = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+    model = nn.Sequential(nn.Linear(3, 4), FakeQuantize(MovingAveragePerChannelMinMaxObserver, **options))
+    if num_seen:
+        model(torch.randn(num_seen, 3))
+    return model
+
+
+class Book(nn.Module):
+    """Has an entry for each code that it has met."""
+
+    def __init__(self, num: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.arange(2.0 * num).reshape(num, 2))
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.codes = torch.empty_like(state[f"{prefix}codes"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def book(num: int = 0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), Book(num))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (quantized(5), quantized()),
+        (quantized(), quantized(5)),
+        (book(3), book()),
+        (book(), book(3)),
+        (book(2), book(3)),
+    ],
+    ids=["quantizer", "fresh quantizer", "own", "fresh own", "smaller own"],
+)
+@pytest.mark.parametrize("wrapping", ["nothing", "DDP", "compile"])
+def test_buffers_have_the_size_that_they_had(root: Root, source: Any, target: Any, wrapping: str) -> None:
+    expected, target = copy.deepcopy(target), copy.deepcopy(target)
+    expected.load_state_dict(source.state_dict())
+    root.move({"m": WRAPPINGS[wrapping](source)}, {"m": WRAPPINGS[wrapping](target)})
+    assert same_modules(target, expected)
+    assert same_modules(target, source)
+
+
+def test_a_copy_is_asked_for_the_size(root: Root) -> None:
+    """Where another name does not fit, nothing has changed."""
+    root.save({"m": quantized(5), "w": torch.ones(3)})
+    target = quantized()
+    before = copy.deepcopy(target)
+    with pytest.raises(StateMismatch, match=r"state:\n  w: target is float32\[4\], checkpoint has float32\[3\]\nmap="):
+        root.load({"m": target, "w": torch.ones(4)})
+    assert same_modules(target, before)
+
+
+def test_a_module_of_another_size_is_refused(root: Root) -> None:
+    """BatchNorm has a way of its own to load, which gives no buffer another size."""
+    root.save({"m": nn.BatchNorm1d(3)})
+    with pytest.raises(StateMismatch, match=r"m/running_mean: target is float32\[4\], checkpoint has float32\[3\]"):
+        root.load({"m": nn.BatchNorm1d(4)})
