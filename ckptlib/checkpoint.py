@@ -287,7 +287,7 @@ def _check(save: SaveId, order: LoadOrder, wanted: Targets, unexpected: Sequence
     """Raises StateMismatch, before anything is read, where this step does not fit the state, or would leave in tensors
     what a failed load has read into them."""
     wanted.check(save.step, unexpected, order.strict)
-    names, others = _left_spoiled(order, wanted.missing)
+    names, others = _left_spoiled(order, [name for name in wanted.missing if name not in wanted.apart])
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise StateMismatch(

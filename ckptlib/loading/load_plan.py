@@ -62,6 +62,8 @@ class LoadPlan:
         """By id of a tensor of the state."""
         self._places: dict[Hashable, str] = {}
         """By place in memory: the saved tensor that fills it. One memory may be under two tensors of the state."""
+        self._apart: set[str] = set()
+        """See `Targets.apart`."""
 
     def targets(self, tops: Sequence[str] = ()) -> Targets:
         """All that was collected. `tops`: the first level of the state's names."""
@@ -84,6 +86,7 @@ class LoadPlan:
             frozenset(self._plain - self._kinds.keys() - {*idle}),
             self._used,
             tuple(tops) if self._asked.patterns is None else (),
+            self._apart,
         )
 
     def _never_used(self) -> Iterator[str]:
@@ -270,6 +273,7 @@ class LoadPlan:
     def add_generator(self, generator: torch.Generator, path: str) -> None:
         state = generator.get_state()
         self.add_tensor(state, path)
+        self._apart.add(path)
         if self.fills(state):
             self.then(lambda: _call(generator.set_state, state))
 

@@ -40,6 +40,8 @@ class Targets:
     """Names of the checkpoint that are loaded, or are known not to be."""
     tops: tuple[str, ...] = ()
     """The first level of the state's names, where all of the step was asked for."""
+    apart: Set[str] = frozenset()
+    """Names of the state that are read into memory of their own, and are as they were until all is filled."""
 
     def check(self, step: int, unexpected: Sequence[str], strict: bool) -> None:
         """Raises StateMismatch with all that does not fit. `unexpected`: names that no rank's state has."""

@@ -297,6 +297,21 @@ def test_what_no_step_has_stays_as_it_is_behind_a_damaged_one(tmp_path: Path) ->
     assert torch.equal(state["new"], torch.full((3,), -1.0))
 
 
+def test_a_generator_that_the_step_before_lacks_is_as_it_was_behind_a_damaged_one(tmp_path: Path) -> None:
+    """Its state was read into new memory, and never given to it: that is no reason to refuse the step."""
+    size = 300_000
+    ckptlib.save(tmp_path, {"w": torch.full((size,), 1.0)}, 1)
+    ckptlib.save(tmp_path, {"w": torch.full((size,), 2.0), "drawn": torch.Generator().manual_seed(5)}, 2)
+    flip_in_pack(tmp_path, 2)
+    generator = torch.Generator().manual_seed(7)
+    state = {"w": torch.zeros(size), "drawn": generator}
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        report = ckpt.restore(optional="drawn")
+    assert (report.step, report.missing, len(report.skipped)) == (1, ("drawn",), 1)
+    assert torch.equal(state["w"], torch.full((size,), 1.0))
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
+
+
 def test_generators_that_an_imported_step_lacks_are_as_they_were_behind_a_damaged_one(tmp_path: Path) -> None:
     root, weights = tmp_path / "root", torch.zeros(300_000)
     torch.save({"w": torch.full((300_000,), 1.0)}, tmp_path / "w.pt")
