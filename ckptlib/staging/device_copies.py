@@ -182,6 +182,8 @@ class Devices:
 
     def clear(self) -> None:
         """Gives all memory back."""
+        for spares in self._spares.values():
+            spares.close()
         self._spares.clear()
 
 

@@ -54,7 +54,8 @@ def figures(device: torch.device) -> Figures | None:
 
 
 class Room:
-    """What a device has to spare beside its training."""
+    """What a device has to spare beside its training. All Checkpointers of a process share it: what one of them was
+    granted is in the peak that torch has measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,6 +99,10 @@ class Room:
         self._peak = self._peak if found is None else found.peak
 
 
+_rooms: dict[torch.device, Room] = {}
+"""As long as the process: the peak that torch has measured lasts as long."""
+
+
 class Spare:
     """Memory of a device for the bodies of all slots that one snapshot fills."""
 
@@ -130,7 +135,9 @@ class Spares:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._room = Room(device)
+        self._room = _rooms.setdefault(device, Room(device))
+        self._granted = 0
+        """Bytes that `_room` has granted these."""
         self._bodies: dict[int, Body] = {}
         """By rank: for which there is memory, or was none."""
         self._spares: list[Spare] = []
@@ -180,10 +187,21 @@ class Spares:
     def _fill(self) -> None:
         """Gives back the memory of what has arrived, and takes what is lacking, if there is room."""
         self._leaving = [spare for spare in self._leaving if spare.busy]
-        self._room.give_back(self._room.granted - sum(spare.nbytes for spare in (*self._leaving, *self._spares)))
+        self._give_back(sum(spare.nbytes for spare in (*self._leaving, *self._spares)))
         sizes = {rank: body.nbytes for rank, body in self._bodies.items()}
         while len(self._spares) < NUM_SPARES:
             memory = self._room.take(sizes.values())
             if memory is None:
                 break
             self._spares.append(Spare(dict(zip(sizes, memory, strict=True))))
+            self._granted += self._spares[-1].nbytes
+
+    def _give_back(self, nbytes_left: int) -> None:
+        """All that was granted but so many bytes."""
+        self._room.give_back(self._granted - nbytes_left)
+        self._granted = nbytes_left
+
+    def close(self) -> None:
+        """Gives all of it back."""
+        self._bodies, self._spares, self._leaving = {}, [], []
+        self._give_back(0)

@@ -24,6 +24,7 @@ class Device:
         self.in_pieces = False
         monkeypatch.setattr(spare_memory, "MARGIN_BYTES", MARGIN)
         monkeypatch.setattr(spare_memory, "figures", self.figures)
+        monkeypatch.setattr(spare_memory, "_rooms", {})
         monkeypatch.setattr(torch, "zeros", self.zeros)
 
     def figures(self, device: torch.device) -> Figures:
@@ -237,3 +238,30 @@ def test_what_was_on_its_way_makes_room_for_a_second_one(device: Device, caplog:
 def test_memory_in_pieces_is_none(device: Device) -> None:
     device.in_pieces = True
     assert Spares(DEVICE).take(bodies(10)) is None
+
+
+def test_what_an_earlier_checkpointer_was_granted_is_no_peak_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one process: it is in the peak that torch has measured, and the next one is granted it again."""
+    device, lots = Device(monkeypatch, 300), bodies(100)
+    device.allocator.allocate(20)
+    device.allocator.iterate(40)
+    for _ in range(3):
+        made = Spares(DEVICE)
+        assert [made.take(lots) is not None, made.take(lots) is not None] == [True, True]
+        device.allocator.iterate(40)
+        made.close()
+        device.allocator.release(200)
+
+
+def test_two_checkpointers_at_once_share_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, first, second = Device(monkeypatch, 500), Spares(DEVICE), Spares(DEVICE)
+    device.allocator.allocate(20)
+    device.allocator.iterate(40)
+    assert first.take(bodies(100)) is not None
+    device.allocator.iterate(40)
+    assert second.take(bodies(150)) is not None
+    assert not second.ready, "there is room for one of them"
+    first.close()
+    device.allocator.release(200)
+    assert second.take(bodies(100)) is not None, "what the first had is there for it"
+    device.allocator.iterate(40)
