@@ -99,7 +99,7 @@ def _aside(device: int, call: Callable[[], int]) -> int:
     codes: list[int] = []
 
     def run() -> None:
-        relax_capture()
+        relax_capture(torch.device("cuda", device))
         with torch.cuda.device(device):
             codes.append(call())
 
@@ -109,16 +109,20 @@ def _aside(device: int, call: Callable[[], int]) -> int:
     return codes[0] if codes else -1
 
 
-def relax_capture() -> None:
+def relax_capture(device: torch.device) -> None:
     """What this thread asks of the driver from here on breaks no capture of a graph that another thread has begun.
+
+    `device`: one that the thread works with; of another kind than CUDA's, nothing is asked.
 
     A capture in the mode that torch uses by default is broken by any thread that registers memory or asks for an event,
     unless that thread has said that it knows. Where the call cannot be found, `Checkpointer.drain` before a capture
     keeps the threads from asking.
     """
-    exchange = _exchange() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    exchange = _exchange() if is_used else None
     if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+        with torch.cuda.device(device):  # a thread that has chosen none may get a context on the first by asking
+            exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 @lru_cache(maxsize=1)

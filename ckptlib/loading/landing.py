@@ -87,7 +87,7 @@ class Landing:
 
     def _stream(self, berth: _Berth, device: torch.device) -> torch.Stream:
         if device not in berth.streams:
-            cuda.relax_capture()
+            cuda.relax_capture(device)
             stream = berth.streams[device] = accelerator.new_stream(device)
             stream.wait_event(self._before[device])
         return berth.streams[device]

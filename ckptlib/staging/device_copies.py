@@ -88,8 +88,8 @@ class DeviceCopies:
         """Reads the sources that go by way of the ring. On the staging thread; returns when they are read."""
         if not self.driven:
             return
-        cuda.relax_capture()
         lane = self._lane
+        cuda.relax_capture(lane.copy.device)
         with accelerator.on(lane.copy):
             for work in self._ringed:
                 if work.across_later:
@@ -101,8 +101,8 @@ class DeviceCopies:
     def finish(self) -> list[str]:
         """Waits until all is on the host; returns the names of tensors that were written to meanwhile. On the staging
         thread."""
-        cuda.relax_capture()
         lane = self._lane
+        cuda.relax_capture(lane.copy.device)
         try:
             if self._ringed:
                 lane.link.wait_stream(lane.copy)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckptlib.devices import accelerator
+from ckptlib.devices import accelerator, cuda
 from ckptlib.format.check import Check, check_of
 from ckptlib.staging.pair import OVERLAP_FROM_BYTES, bytes_at
 from ckptlib.staging.pieces import Addresses, Pieces, Scratch
@@ -118,6 +118,8 @@ class Reading:
 
     def finish(self, rank: int) -> Check:
         """This rank's check. Waits for devices; from the staging thread, after `read_late`."""
+        for device in self._readers.on_devices:
+            cuda.relax_capture(device)
         for arrive in self._arrivals:
             arrive()
         before, self._before = self._before, None

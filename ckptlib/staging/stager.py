@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ckptlib.devices import cuda
 from ckptlib.errors import CkptError, SaveFailed, TornSnapshot, WaitTimeout
 from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.check import compared
@@ -257,7 +256,6 @@ class Stager:
     def _finish(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
         if staging.done:  # handed over twice, as `go` was interrupted
             return
-        cuda.relax_capture()
         try:
             began = time.perf_counter()
             try:

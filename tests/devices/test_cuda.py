@@ -178,6 +178,30 @@ def test_no_thread_of_ours_breaks_a_capture(tmp_path: Path, runtime: Runtime, mo
     assert driver.relaxed == runtime.callers == {"ckptlib-pin"}
 
 
+def test_a_capture_is_relaxed_on_the_device_that_a_thread_works_with(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has chosen none would have a context on the first. Of other kinds nothing is asked."""
+    asked: list[object] = []
+    monkeypatch.setattr(cuda, "_exchange", lambda: lambda mode: asked.append(runtime.current()))
+    for device in (torch.device("cuda", 3), torch.device("xpu", 1)):
+        thread = threading.Thread(target=cuda.relax_capture, args=(device,))
+        thread.start()
+        thread.join()
+    assert asked == [torch.device("cuda", 3)]
+
+
+def test_a_snapshot_of_host_memory_asks_nothing_of_the_driver(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(cuda, "_exchange", lambda: driver)
+    rig = Rig(tmp_path)
+    rig.begin({"w": torch.zeros(300, 300)}).wait_sealed(60)
+    rig.close()
+    assert not driver.relaxed
+
+
 @pytest.mark.parametrize("written_to", [[], ["w"]])
 def test_the_copies_of_all_devices_have_ended_before_a_torn_snapshot_gives_its_slot_free(
     tmp_path: Path, written_to: list[str]
