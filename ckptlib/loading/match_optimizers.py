@@ -191,7 +191,9 @@ class OptimizerTargets:
                 subclass = kind_in(tree)
                 if subclass is not None and there is None:
                     there = self._another(optimizer, param, subclass, name)
-                builds[key] = rebuild(self._plan, tree, name, there, _device_of(param))
+                build = rebuild(self._plan, tree, name, there, _device_of(param))
+                casts = self._plan.cast and kind is not None
+                builds[key] = partial(_with_floats, build, param.dtype) if casts else build
             elif name in self._saved.tensors:
                 builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, options, kind))
             elif kind is not None and key in kind.scalars:
@@ -280,6 +282,20 @@ def _scalar(value: object, param: torch.Tensor, options: Mapping[str, object]) -
     double = torch.get_default_dtype() == torch.float64 and not options.get("fused")
     device = _device_of(param) if _is_by_kernel(options) else "cpu"
     return torch.tensor(float(value), dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def _with_floats(build: Callable[[], object], dtype: torch.dtype) -> object:
+    """What is built, with all floats that are nested in it in this dtype, as torch's own load has them."""
+
+    def cast(node: object) -> object:
+        if isinstance(node, torch.Tensor):
+            fits = is_subclass(node) or not _are_floats(node.dtype, dtype)
+            return node if fits else node.to(dtype)
+        if isinstance(node, (list, tuple)):
+            return type(node)(map(cast, node))
+        return {key: cast(value) for key, value in node.items()} if isinstance(node, dict) else node
+
+    return cast(build())
 
 
 def _are_floats(*dtypes: torch.dtype) -> bool:

@@ -165,6 +165,23 @@ def test_moments_are_cast_with_their_parameters(root: Root, make: Any) -> None:
     train(other, resumed, 3, 4)
 
 
+def test_the_history_of_lbfgs_is_cast_with_its_parameters(root: Root) -> None:
+    """Lists of tensors, which it multiplies with gradients. As torch's own load has them."""
+    model, other, reference = model_of(torch.float64), model_of(), model_of()
+    optimizer = optim.LBFGS(model.parameters(), max_iter=4)
+    train(model, optimizer, 0, 2)
+    resumed, expected = optim.LBFGS(other.parameters(), max_iter=4), optim.LBFGS(reference.parameters(), max_iter=4)
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed}, cast=True)
+    reference.load_state_dict(model.state_dict())
+    expected.load_state_dict(optimizer.state_dict())
+    (found,), (wanted,) = resumed.state.values(), expected.state.values()
+    assert found["old_dirs"]
+    assert same([found[key] for key in ("old_dirs", "old_stps")], [wanted[key] for key in ("old_dirs", "old_stps")])
+    train(other, resumed, 2, 4)
+    train(reference, expected, 2, 4)
+    assert same(params(other), params(reference))
+
+
 class Counted(optim.Optimizer):
     """All parameters have one count of steps, made at the first step, which is counted up once."""
 
