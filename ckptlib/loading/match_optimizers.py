@@ -20,7 +20,7 @@ from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
 from ckptlib.state.leaf import Sharded, leaf_of, torch_dtype
-from ckptlib.state.optimizer_kinds import Kind, kind_of
+from ckptlib.state.optimizer_kinds import Kind, kind_of, scalars_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
 from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
 
@@ -74,6 +74,8 @@ class OptimizerTargets:
         warn_of_positions(optimizer, names, path, "loaded")
         wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
         entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
+        is_own = self._saved.classes.get(saved_path) == type(optimizer).__name__
+        scalars = scalars_of(optimizer)
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
@@ -92,7 +94,8 @@ class OptimizerTargets:
                 full = f"{path}/{name}"
                 known = ordered if kind is None else self._known(kind, optimizer, param, full, ordered, alike)
                 if known is not None and self._fit(kind, param, full, saved_name, known):
-                    self._add_param_state(optimizer, options, param, known, kind)
+                    numbers = frozenset[str]() if is_own and kind is None else scalars
+                    self._add_param_state(optimizer, options, param, known, kind, numbers)
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
@@ -181,8 +184,10 @@ class OptimizerTargets:
         param: torch.Tensor,
         entries: Mapping[str, str],
         kind: Kind | None,
+        scalars: frozenset[str],
     ) -> None:
-        """`options`: the hyper-parameters that its group is going to have."""
+        """`options`: the hyper-parameters that its group is going to have. `scalars`: keys whose numbers become
+        tensors."""
         builds: dict[str, Callable[[], object]] = {}
         now = optimizer.state.get(param, {})
         for key, name in entries.items():
@@ -196,7 +201,7 @@ class OptimizerTargets:
                 builds[key] = partial(_with_floats, build, param.dtype) if casts else build
             elif name in self._saved.tensors:
                 builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, options, kind))
-            elif kind is not None and key in kind.scalars:
+            elif key in scalars:
                 builds[key] = _constant(_scalar(self._saved.value(name), param, options))
             else:
                 builds[key] = _constant(self._saved.value(name))

@@ -63,7 +63,7 @@ _SWITCHED: dict[str, dict[str, str]] = {
 _AT_ONCE = {"Adagrad"}
 """Those that make their state when they are made, and never again."""
 
-_OWN_SHAPE = {"step", "eta", "mu", "mu_product"}
+_OWN_SHAPE = frozenset(["step", "eta", "mu", "mu_product"])
 """Keys whose tensors do not have the shape of the parameter, and are scalars."""
 
 _COUNTS_IN_INTS = {"SparseAdam"}
@@ -79,8 +79,6 @@ class Kind:
     """With those that it needs."""
     shapes: Mapping[str, Shape]
     """Of those that are of one shape."""
-    scalars: frozenset[str]
-    """Keys whose values are tensors without dimensions. Numbers they were before torch 1.12, and are in DeepSpeed."""
     at_once: bool
     """Whether it needs them before its first step."""
 
@@ -117,5 +115,13 @@ def kind_of(optimizer: torch.optim.Optimizer, options: Mapping[str, object], sha
         known |= needed
     else:
         shapes = dict.fromkeys(known - _OWN_SHAPE, shape)
-    scalars = frozenset() if name in _COUNTS_IN_INTS else known & _OWN_SHAPE
-    return Kind(frozenset(needed), frozenset(known), shapes, frozenset(scalars), name in _AT_ONCE)
+    return Kind(frozenset(needed), frozenset(known), shapes, name in _AT_ONCE)
+
+
+def scalars_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Keys whose values are tensors without dimensions, in torch's own `load_state_dict()` also of a class that
+    inherits from torch's. Numbers they were before torch 1.12, and are in DeepSpeed; a step would not count them up.
+    """
+    bases = (cls for cls in type(optimizer).__mro__ if cls is getattr(torch.optim, cls.__name__, None))
+    name = next((cls.__name__ for cls in bases if cls.__name__ in _NEEDED), "")
+    return frozenset() if name in _COUNTS_IN_INTS else _OWN_SHAPE.intersection(_NEEDED.get(name, ()))

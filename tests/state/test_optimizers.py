@@ -182,6 +182,25 @@ def test_the_history_of_lbfgs_is_cast_with_its_parameters(root: Root) -> None:
     assert same(params(other), params(reference))
 
 
+class CountsInInts(optim.Adam):
+    """Steps by itself, and counts so."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+
+
+def test_numbers_of_a_class_of_its_own_stay_numbers(root: Root) -> None:
+    model, other = model_of(), model_of()
+    optimizer, resumed = CountsInInts(model.parameters()), CountsInInts(other.parameters())
+    for _ in range(3):
+        optimizer.step()
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    assert same(state_of(resumed), [{"step": 3}] * 4)
+
+
 class Counted(optim.Optimizer):
     """All parameters have one count of steps, made at the first step, which is counted up once."""
 
