@@ -19,6 +19,7 @@ from typing_extensions import Buffer, override
 from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError
 from ckptlib.stores import io_limits
 from ckptlib.stores.base import (
+    Counted,
     Entry,
     LateHead,
     Store,
@@ -34,12 +35,16 @@ from ckptlib.stores.obstore_errors import Failure
 from ckptlib.stores.obstore_loop import Feed, GivenUp, Lent
 from ckptlib.stores.obstore_pieces import Pieces
 from ckptlib.stores.obstore_requests import Beyond, NoSuchRequest, Requests
+from ckptlib.stores.parts import part_nbytes
 from ckptlib.stores.retries import Retries
 
 T = TypeVar("T")
 
 PACK_NBYTES = 50 * 10**9
 """In parts of 16 MiB, 3,000 of the 10,000 that S3 takes."""
+
+MOST_PARTS = 10_000
+"""That S3 and GCS take of one object. A copy may have packs that another store has taken, which are larger."""
 
 LATE_NBYTES = 28 << 20
 """obstore sends the first part first: an object whose head is told last is gathered in memory."""
@@ -94,7 +99,8 @@ class ObstoreStore(Store):
         body = Pieces(head, pieces)
         body.take(io_limits.PART_NBYTES)
         if body.nbytes > io_limits.PART_NBYTES:
-            self._put_parts(key, path, body, create, deadline)
+            told = as_bytes(head).nbytes + pieces.nbytes if isinstance(pieces, Counted) else body.nbytes
+            self._put_parts(key, path, body, create, deadline, _part_nbytes(told))
         elif create:
             self._create(key, path, body, deadline)
         else:
@@ -124,14 +130,14 @@ class ObstoreStore(Store):
     def _exists(self, key: str) -> ObjectExists:
         return ObjectExists(f"{self.url}/{key}: exists already, and objects are never overwritten")
 
-    def _put_parts(self, key: str, path: str, body: Pieces, create: bool, deadline: float | None) -> None:
+    def _put_parts(self, key: str, path: str, body: Pieces, create: bool, deadline: float | None, part: int) -> None:
         """`create`: the client cannot publish parts on a condition, so it is looked up beforehand."""
         if create and self._size(key, path, deadline) is not None:
             raise self._exists(key)
         retries = Retries(deadline)
         while True:
             try:
-                return self._put_parts_once(path, body, deadline)
+                return self._put_parts_once(path, body, deadline, part)
             except GivenUp:
                 raise self._requests.too_late("put", key) from None
             except _Failed as failed:
@@ -143,20 +149,21 @@ class ObstoreStore(Store):
                     raise self._requests.error(error, "put", key, body.nbytes) from None
                 time.sleep(wait_s)
 
-    def _put_parts_once(self, path: str, body: Pieces, deadline: float | None) -> None:
+    def _put_parts_once(self, path: str, body: Pieces, deadline: float | None, part: int) -> None:
         """Raises _Failed, GivenUp, and what the pieces raise; nothing reads them then."""
         lent = Lent(body.views if body.is_whole else ())
         feed = Feed(lent)
         source = lent if body.is_whole else feed
+        client = self._requests.uploads_of(part)
 
         async def put() -> None:
             try:
                 await obstore.put_async(
-                    self._requests.uploads,
+                    client,
                     path,
                     source,
                     use_multipart=True,
-                    chunk_size=io_limits.PART_NBYTES,
+                    chunk_size=part,
                     max_concurrency=io_limits.PARTS_IN_FLIGHT,
                 )
             except (BaseError, OSError) as error:
@@ -329,6 +336,12 @@ class _Failed(Exception):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+def _part_nbytes(nbytes: int) -> int:
+    """Of an object of so many bytes: no more than must be, since the client holds parts in memory."""
+    least = io_limits.PART_NBYTES
+    return part_nbytes(nbytes, least, least, io_limits.EVEN_PARTS, MOST_PARTS)
 
 
 def _range(offset: int, nbytes: int | None) -> dict[str, Any]:

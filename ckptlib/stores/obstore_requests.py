@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -36,8 +37,13 @@ class Requests:
         self.quick = client.open(io_limits.RUN_BYTES, True, min(io_limits.NOWHERE_S, retry_s), **one_by_one)
         """A hasty one, until the server has answered."""
         self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
-        self.uploads = client.open(io_limits.PART_NBYTES, False, retry_s)
+        self._open_uploads = partial(client.open, idle=False, retry_s=retry_s)
+        self.uploads = self._open_uploads(io_limits.PART_NBYTES)
         self.loop = ClientLoop("ckptlib-obstore")
+
+    def uploads_of(self, part_nbytes: int) -> Any:
+        """For parts of this size."""
+        return self.uploads if part_nbytes <= io_limits.PART_NBYTES else self._open_uploads(part_nbytes)
 
     def trust_address(self) -> None:
         """See `Store.trust_address`."""

@@ -11,7 +11,7 @@ from helpers.servers import ObjectStorage
 from typing_extensions import Buffer
 
 from ckptlib.errors import StoreError
-from ckptlib.stores import Counted, InPlace, LateHead, io_limits, s3_upload
+from ckptlib.stores import Counted, InPlace, LateHead, io_limits, obstore, open_store, s3_upload
 from ckptlib.stores.parts import part_nbytes
 
 MIB = 1 << 20
@@ -95,3 +95,17 @@ def test_what_is_held_for_it_is_sent_in_small_ones_and_refused_where_these_are_t
     with pytest.raises(StoreError, match=r"/p: cannot put \d+ bytes and more in 6 parts, the most that S3 takes"):
         put(bucket, bytes(33 * MIB), in_place=False)
     assert bucket.uploads() == []
+
+
+@pytest.mark.parametrize(("nbytes", "part"), [(22 * MIB, 5), (33 * MIB, 7)])
+def test_obstore_sends_larger_ones_where_there_would_be_too_many(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, nbytes: int, part: int
+) -> None:
+    monkeypatch.setattr(obstore, "MOST_PARTS", 5)
+    options = {**bucket.storage.options(bucket.proxy.url), "client": "obstore"}
+    before, data = len(bucket.requests()), os.urandom(nbytes)
+    with open_store(bucket.url, options) as store:
+        store.put("p", HEAD, Counted(len(data), (memoryview(data)[at : at + MIB] for at in range(0, len(data), MIB))))
+    assert bucket.bytes_of("p") == HEAD + data
+    sent = {r.path: r.nbytes_up for r in bucket.requests()[before:] if r.op == "UploadPart" and r.status == 200}
+    assert {*sorted(sent.values())[1:]} == {part * MIB}
