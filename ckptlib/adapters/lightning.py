@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from pathlib import PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -334,11 +336,16 @@ def _raise_first(errors: Iterable[BaseException | None]) -> None:
             raise error
 
 
+_LAST = re.compile(r"last(-v[0-9]+)?\.ckpt")
+"""What ModelCheckpoint calls its newest file, which it keeps beside the others, and whose place it remembers."""
+
+
 def _may_rank(checkpoint: dict[str, Any], where: str) -> bool:
     """Whether a ModelCheckpoint keeps this file by its score, beside another one of this name. Weights alone do not
-    tell; Fabric has none. One that keeps a single file has put it in the place of the one before."""
+    tell, but for their name; Fabric has none. One that keeps a single file has put it in the place of the one before.
+    """
     if "callbacks" not in checkpoint:
-        return "pytorch-lightning_version" in checkpoint
+        return "pytorch-lightning_version" in checkpoint and _LAST.fullmatch(PurePosixPath(where).name) is None
     states = [state for state in checkpoint["callbacks"].values() if isinstance(state, dict)]
     ranked = [state for state in states if where in state.get("best_k_models", ())]
     return any(state.get("kth_best_model_path") != where or len(state["best_k_models"]) > 1 for state in ranked)

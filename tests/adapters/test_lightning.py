@@ -67,8 +67,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def slow_second_save(io: CkptlibCheckpointIO, *directories: Path) -> Iterator[list[int]]:
-    """1.ckpt is there, and 2.ckpt is not until the body is done: the writers stand still."""
+def slow_second_save(io: CkptlibCheckpointIO, *directories: Path, name: str = "2.ckpt") -> Iterator[list[int]]:
+    """1.ckpt is there, and the second file is not until the body is done: the writers stand still."""
     for directory in directories:
         io.save_checkpoint(checkpoint(1), directory / "1.ckpt")
     io.teardown()
@@ -77,7 +77,7 @@ def slow_second_save(io: CkptlibCheckpointIO, *directories: Path) -> Iterator[li
         stop(writer)
     try:
         for directory in directories:
-            io.save_checkpoint(checkpoint(2), directory / "2.ckpt")
+            io.save_checkpoint(checkpoint(2), directory / name)
         yield writers
     finally:
         for writer in writers:
@@ -122,15 +122,24 @@ def test_a_step_that_cannot_be_dropped_only_takes_room(
 
 
 @pytest.mark.parametrize(
-    ("told", "stays"),
+    ("told", "stays", "name"),
     [
-        (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {path: torch.tensor(0.5)}}}}, True),
-        (lambda path: {"callbacks": {"M": {"best_k_models": {path: 1.0}, "kth_best_model_path": path}}}, False),
-        (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {}, "last_model_path": path}}}, False),
-        (lambda path: {"pytorch-lightning_version": "2.6.6"}, True),  # weights alone do not tell
-        (lambda path: {}, False),  # Fabric's: its user has chosen the name
+        (lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {path: torch.tensor(0.5)}}}}, True, "2.ckpt"),
+        (
+            lambda path: {"callbacks": {"M": {"best_k_models": {path: 1.0}, "kth_best_model_path": path}}},
+            False,
+            "2.ckpt",
+        ),
+        (
+            lambda path: {"callbacks": {"ModelCheckpoint": {"best_k_models": {}, "last_model_path": path}}},
+            False,
+            "2.ckpt",
+        ),
+        (lambda path: {"pytorch-lightning_version": "2.6.6"}, True, "2.ckpt"),  # weights alone do not tell
+        (lambda path: {"pytorch-lightning_version": "2.6.6"}, False, "last.ckpt"),
+        (lambda path: {}, False, "2.ckpt"),  # Fabric's: its user has chosen the name
     ],
-    ids=["ranked", "the best one", "last", "weights", "Fabric"],
+    ids=["ranked", "the best one", "last", "weights", "last weights", "Fabric"],
 )
 def test_saved_to_again_before_the_file_was_there(
     io: CkptlibCheckpointIO,
@@ -139,10 +148,11 @@ def test_saved_to_again_before_the_file_was_there(
     caplog: pytest.LogCaptureFixture,
     told: Callable[[str], dict[str, Any]],
     stays: bool,
+    name: str,
 ) -> None:
     """Where ModelCheckpoint had seen it, it would have chosen 2-v1.ckpt, and have kept both."""
-    path, committed = str(tmp_path / "2.ckpt"), Pending.wait_committed
-    with slow_second_save(io, tmp_path) as writers:
+    path, committed = str(tmp_path / name), Pending.wait_committed
+    with slow_second_save(io, tmp_path, name=name) as writers:
 
         def woken(pending: Pending) -> None:
             os.kill(writers[0], signal.SIGCONT)
