@@ -316,6 +316,8 @@ class Replicator:
         if not clean:
             for origin, receiver in self._receivers.items():
                 receiver.put(partial(self._arenas[origin].close, unlink=False))
+            for stream in self._streams():
+                stream.leave()
             return
         for stream in self._streams():
             stream.finish()  # each job has time-outs

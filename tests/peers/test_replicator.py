@@ -105,6 +105,19 @@ def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: P
     until(lambda: bench.replicator.calm)
 
 
+def test_one_that_is_let_go_leaves_no_thread(tmp_path: Path) -> None:
+    """A training that is begun again in the same process, as by NVRx, would have more of them each time."""
+    before = {*threading.enumerate()}
+    bench = Bench(tmp_path)
+    fate = bench.begin([])
+    seal(bench.staging)
+    until(lambda: fate.settled)
+    names = sorted(thread.name for thread in {*threading.enumerate()} - before)
+    assert names == ["ckptlib-from-1", "ckptlib-to-1"]
+    bench.replicator.close(clean=False)
+    until(lambda: not {*threading.enumerate()} - before)
+
+
 class Pipe:
     """A link from rank 1 to rank 0 and back, in this process."""
 
