@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -38,7 +39,22 @@ class Memory(NamedTuple):
 def open_memory(
     settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage, stopwatch: Stopwatch
 ) -> Memory:
-    """Collective. Raises on all ranks if one of them fails."""
+    """Collective. Raises on all ranks if one of them fails; no writer of theirs is left then."""
+    with ExitStack() as opened:
+        memory = _open_memory(settings, group, over, lineage, stopwatch, opened)
+        opened.pop_all()
+    return memory
+
+
+def _open_memory(
+    settings: Settings,
+    group: Group,
+    over: dist.ProcessGroup | None,
+    lineage: Lineage,
+    stopwatch: Stopwatch,
+    opened: ExitStack,
+) -> Memory:
+    """`opened`: lets go of what was begun."""
     peers, placement, root = settings.peers, lineage.placement, lineage.root
 
     def make_arena(writer: Writer, pin: bool = True) -> Arena:
@@ -55,6 +71,7 @@ def open_memory(
             setup |= {"account_fd": fd, "generation": str(lineage.generation)}
         unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))
         writer = Writer(setup, unread, 0.0 if peers is None else WRITER_WAITS_S)
+        opened.callback(writer.leave)  # it has no order yet
         arena = make_arena(writer)
         if peers is None:
             arena.others.reclaim()

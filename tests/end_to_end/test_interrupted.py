@@ -3,6 +3,7 @@ of a snapshot is saved."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from helpers.one_job import WAIT_S, Job, slots, steps
 from helpers.stage import num_installed
 
 import ckptlib
+from ckptlib.saving import memory
 
 
 @contextmanager
@@ -130,6 +132,12 @@ def children() -> set[str]:
     return {pid for pid in tasks if (stat := Path(f"/proc/{pid}/stat")).exists() and ") Z " not in stat.read_text()}
 
 
+def locks() -> list[str]:
+    """Of writers, that this process has open."""
+    fds = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+    return [path for path in map(os.path.realpath, fds) if ".writer" in path]
+
+
 def wait_for(nothing: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while nothing():
@@ -146,6 +154,7 @@ def nothing_left(job: Job) -> Iterator[None]:
     wait_for(lambda: children() - others)
     assert slots(job.root.parent) == []
     assert [*job.root.parent.glob("*.writer")] == []
+    assert locks() == []
     assert num_installed() <= fences
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
     assert signal.set_wakeup_fd(-1) == -1
@@ -167,6 +176,17 @@ def test_a_constructor_that_is_interrupted_leaves_nothing(
 def test_a_state_that_is_refused_leaves_nothing(job: Job) -> None:
     with nothing_left(job), pytest.raises(ckptlib.UnsupportedState):
         ckptlib.Checkpointer(job.root, {**job.state, "what": object()}, every=1, arena=job.root.parent)
+
+
+def test_memory_that_another_rank_has_no_room_for_leaves_nothing(job: Job) -> None:
+    def on_all_but_one(group: object, what: str, call: Callable[[], object]) -> None:
+        call()
+        raise ckptlib.NoRoom(f"{what} failed on 1 of 2 ranks")
+
+    with nothing_left(job), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "together", on_all_but_one)
+        with pytest.raises(ckptlib.NoRoom):
+            job.checkpointer(every=1)
 
 
 MET = ("Writer._note", "News.tell", "Outcomes.note", "Outcomes._failed")
