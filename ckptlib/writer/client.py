@@ -173,8 +173,9 @@ class Writer:
                 "is_new": is_new,
                 "seen": None if seen is None else seen.to_json(),
             }
-            self._lent = None if known is None else lend(known)
-            told = None if self._lent is None else self._lent.path
+            told = None
+            if known is not None and (lent := lend(known)) is not None:  # else it keeps what it was lent before
+                self._lent, told = lent, lent.path
             self._channel.send({**self._standing.begin(order, now), "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 from helpers.actors import no_chance
 from helpers.small_job import SmallJob
+from helpers.writers import Bench
+from support import ROOT_ID
 
 from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format.keys import GenerationId
+from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Part
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.known_origin import KnownOrigin, Lent, borrowed, lend
@@ -56,6 +61,19 @@ def test_lent_and_taken_back(known: KnownOrigin) -> None:
         assert done.stdout == f"{known.save}\n", "by another process"
     assert borrowed(lent.path) is None
     assert borrowed(None) is None
+
+
+def test_it_is_taken_back_where_the_record_is_ordered_again(bench: Bench, known: KnownOrigin) -> None:
+    """The store did not take it at first; the second order says nothing of the step."""
+    writer = bench.writer()
+    record = Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "here").encode().decode()
+    writer.begin(record, ROOT_ID, 3, continues=False, known=known)
+    writer.begin(record, ROOT_ID, 3, continues=False)
+    fds = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+    lent = [fd for fd in fds if "memfd:ckptlib-known" in os.path.realpath(fd)]
+    assert len(lent) == 1
+    writer.leave()
+    assert not os.path.exists(lent[0]) or "memfd:ckptlib-known" not in os.path.realpath(lent[0])
 
 
 def test_without_a_file_to_lend_it_in(known: KnownOrigin, caplog: pytest.LogCaptureFixture) -> None:
