@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptlib.errors import FormatError
+from ckptlib.errors import FormatError, StoreError, describe
 from ckptlib.slots.slot import Slot
 
 log = logging.getLogger(__name__)
@@ -67,14 +67,22 @@ class OpenSlots:
     def await_successor(self, rescue: Callable[[list[Slot]], None] | None) -> None:
         """They are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
 
-        `rescue`: a step that is in memory only is persisted when no such job has come for a while. At last they go.
+        `rescue`: a step that is in memory only is persisted when no such job has come for a while; again and again,
+        while the store fails. At last they go.
         """
         slots = list(self._slots.values())
-        began = time.monotonic()
+        began, pause_s = time.monotonic(), min(RESCUE_AFTER_S, self.keep_s / 2)
+        rescue_at = began + pause_s
         while time.monotonic() - began < self.keep_s and any(slot.has_name for slot in slots):
-            if rescue is not None and time.monotonic() - began > min(RESCUE_AFTER_S, self.keep_s / 2):
-                rescue(slots)
-                rescue = None
+            if rescue is not None and time.monotonic() > rescue_at:
+                try:
+                    rescue(slots)
+                    rescue = None
+                except StoreError as error:
+                    log.warning(
+                        "what is in memory only could not be persisted, which is tried again: %s", describe(error)
+                    )
+                    rescue_at = time.monotonic() + pause_s
             time.sleep(SUCCESSOR_POLL_S)
         for slot in slots:
             slot.unlink()

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreFull, StoreTimeout, describe
+from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreError, StoreFull, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
@@ -141,10 +141,13 @@ class WriterProcess:
             time.sleep(RECORD_POLL_S)
 
     def _rescue(self, slots: list[Slot]) -> None:
+        """Raises StoreError where the store fails, which may pass."""
         assert self._held is not None
         try:
             with self._watchdog.work("rescue", self._held, time.monotonic() + self._trainer.deadline_s):
                 rescue(slots, self._held, self._rank, self._direct, self._commits.committer)
+        except StoreError:
+            raise
         except (CkptError, OSError, ValueError) as error:
             log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
 

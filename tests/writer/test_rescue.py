@@ -16,7 +16,7 @@ from support import ROOT_ID, layout_of, make_generation, make_root, read_save, s
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
-from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded
+from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreError, StoreTimeout, Superseded
 from ckptlib.format import body_layout
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.digests import XXH3, digester
@@ -26,8 +26,10 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
+from ckptlib.writer import process
 from ckptlib.writer import rescue as module
 from ckptlib.writer.persist import Persister, put_failure
+from ckptlib.writer.process import WriterProcess
 from ckptlib.writer.rescue import rescue
 
 RANKS = 2
@@ -286,3 +288,20 @@ def test_the_first_snapshot_of_a_step_counts_where_a_second_was_under_way(job: J
     assert job.rescue({here: save}) == [None]
     assert job.catalog.visible() == [save]
     job.check(save)
+
+
+@pytest.mark.parametrize(
+    "error", [StoreError("away"), StoreTimeout("away"), SaveFailed("lost"), OSError("odd")], ids=repr
+)
+def test_only_a_store_that_fails_is_a_reason_to_try_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(process, "rescue", fail)
+    writer = SimpleNamespace(_held=job.snapshot(15), _rank=0, _direct=None, _commits=SimpleNamespace(committer=None))
+    writer._watchdog = SimpleNamespace(work=lambda *given: contextlib.nullcontext())
+    writer._trainer = SimpleNamespace(deadline_s=60.0)
+    with pytest.raises(StoreError) if isinstance(error, StoreError) else contextlib.nullcontext():
+        WriterProcess._rescue(writer, [])  # type: ignore[arg-type]
