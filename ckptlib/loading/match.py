@@ -171,10 +171,10 @@ class _Walk(Visitor[Setter]):
             elif self._plan.wanted(full):
                 self._materialise(value, full, owners.get(id(value), []), made)
         self._add_extra_states(module, path)  # first: what the module does of its own may need them
-        for holder, entries in back.values():
-            self._plan.then(partial(put_back, holder, entries))
+        for loader, entries in back.values():
+            self._plan.then(partial(put_back, loader, entries))
         filled = (n for n, t in state if isinstance(t, torch.Tensor) and self._plan.fills(made.get(id(t), t)))
-        for call in own_loads(module, filled, [holder for holder, _ in back.values()]):
+        for call in own_loads(module, filled, [loader for loader, _ in back.values()]):
             self._plan.then(call)
 
     def _resized(
