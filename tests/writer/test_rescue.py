@@ -305,3 +305,27 @@ def test_only_a_store_that_fails_is_a_reason_to_try_again(
     writer._trainer = SimpleNamespace(deadline_s=60.0)
     with pytest.raises(StoreError) if isinstance(error, StoreError) else contextlib.nullcontext():
         WriterProcess._rescue(writer, [])  # type: ignore[arg-type]
+
+
+def test_a_second_snapshot_that_failed_is_no_failure_of_the_first(
+    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was under way as the job died, which the writers have published. The other rank's share is large: it comes
+    behind all for which the shares of others are waited for."""
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
+    save, store = job.snapshot(15), job.catalog.store
+    del job.hosts[0][1]
+    for rank in range(RANKS):
+        put_failure(store, save, rank, "the trainer died before its snapshot was whole")
+    late = [job.hosts[1][1]]
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if late and clock.monotonic() > module.SHARES_TIMEOUT_S + 60:
+            with ThreadPoolExecutor(1) as executor:
+                Persister(store, executor, 1, RANKS, 1e9).persist(late.pop(), save)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
+    assert job.rescue({0: save}) == [None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
