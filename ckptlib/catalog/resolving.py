@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound
 from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
 
 TRIES = 5
@@ -26,6 +27,17 @@ def resolve_document(catalog: Catalog, step: int | str, best: Best | None = None
             continue
     save = catalog.resolve(step, best)
     return save, catalog.manifest_document(save)
+
+
+def resolve_manifest(catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
+    """As `resolve_document`: the manifest, decoded."""
+    for _ in range(TRIES - 1):
+        save = catalog.resolve(step, best)
+        try:
+            return catalog.manifest(save)
+        except CheckpointNotFound:
+            continue
+    return catalog.manifest(catalog.resolve(step, best))
 
 
 def is_newest_there(catalog: Catalog, listed: Iterable[SaveId]) -> bool:

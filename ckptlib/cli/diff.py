@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.catalog.shards import PartIndex
 from ckptlib.cli.changes import Changed, ShardDiffer, ValueChange, ValueChanges, count_rank, count_tensor
 from ckptlib.cli.options import with_output, with_store
@@ -49,7 +50,7 @@ def command(store: Store, output: Output, first: str, second: str, deep: bool) -
     cut a tensor differently, as other world sizes do, its bytes are read. A, B: as STEP of `ckptlib show`.
     """
     catalog = Catalog(store)
-    ends = [catalog.manifest(catalog.resolve(step)) for step in (first, second)]
+    ends = [resolve_manifest(catalog, step) for step in (first, second)]
     with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-diff") as executor:
         layouts = [dict(zip(m.layouts, executor.map(catalog.layout, m.layouts), strict=True)) for m in ends]
     before, after = ({t.entry.name: t for t in merged(m, of)} for m, of in zip(ends, layouts, strict=True))

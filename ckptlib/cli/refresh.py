@@ -8,6 +8,7 @@ import time
 import click
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, size
 from ckptlib.cli.stands import stands_of
@@ -34,7 +35,7 @@ def command(store: Store, output: Output, step: str) -> bool:
     save = catalog.resolve(step)
     marked = catalog.steps().refreshes
     new = save not in marked and _mark(store, save)
-    newest = catalog.manifest(max(catalog.visible()))
+    newest = resolve_manifest(catalog, "latest")
     covered = [other for other in (*stands_of(newest).on, newest.save) if save.refresh_covers(other)]
     output.document(
         {

@@ -18,7 +18,7 @@ from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, somebody_answers
-from ckptlib.errors import CkptError
+from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -79,6 +79,8 @@ def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
     """By its documents and the listing. Raises what is the matter with the step, and which others there are."""
     try:
         step_objects(catalog, save)
+    except CheckpointNotFound:  # dropped since it was listed
+        raise
     except UNREADABLE as error:
         others = _numbers([other for other in visible if other != save]) or "none"
         raise type(error)(

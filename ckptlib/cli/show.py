@@ -17,6 +17,7 @@ from rich.text import Text
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.codings import Codings, Count
 from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks, size
@@ -89,8 +90,8 @@ def command(
     --mode, or else by Keep(best=) of the newest job that had one.
     """
     catalog = Catalog(store)
-    save = catalog.resolve(step, _best(step, metric, mode))
-    manifest = catalog.manifest(save)
+    manifest = resolve_manifest(catalog, step, _best(step, metric, mode))
+    save = manifest.save
     with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
         codings, problems = Codings(), []

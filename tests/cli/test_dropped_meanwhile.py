@@ -215,3 +215,21 @@ def test_a_start_without_a_step_has_no_account_yet() -> None:
     assert read_accounts(Catalog(store)).untold == []
     make_generation(catalog, 4, catalog.saves()[-1])
     assert read_accounts(Catalog(store)).untold == [GenerationId(3, "00000003")]
+
+
+@pytest.mark.parametrize("command", ["show", "diff latest latest", "refresh latest"])
+def test_the_newest_step_is_shown_and_marked_while_it_is_dropped(
+    ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    name, *steps = command.split()
+    for store in each_moment(run, go_on):
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        shown = ckptlib(name, "memory://run", *steps)
+        assert (shown.code, shown.err) == (0, ""), store.num_operations
+
+
+def test_a_step_that_is_dropped_is_not_told_as_damaged(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in each_moment(run, lambda catalog: sweep(catalog, Keep(last=1), None)):
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        shown = ckptlib("rewind", "memory://run", 3, "--yes")
+        assert "damaged" not in shown.err, store.num_operations
