@@ -76,6 +76,8 @@ class ObstoreStore(Store):
         self._root = self._requests.root
         self._lists_in_order = self._requests.lists_in_order
         self._deletes_many = self._requests.is_s3
+        self._creates = True
+        """Whether the server knows If-None-Match, for all that is known."""
 
     @override
     def trust_address(self) -> None:
@@ -101,7 +103,7 @@ class ObstoreStore(Store):
         if body.nbytes > io_limits.PART_NBYTES:
             told = as_bytes(head).nbytes + pieces.nbytes if isinstance(pieces, Counted) else body.nbytes
             self._put_parts(key, path, body, create, deadline, _part_nbytes(told))
-        elif create:
+        elif create and self._creates:
             self._create(key, path, body, deadline)
         else:
             self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
@@ -117,10 +119,18 @@ class ObstoreStore(Store):
         async def create() -> None:
             nonlocal tries
             tries += 1
-            await self._put_whole(path, body, mode="create")
+            try:
+                await self._put_whole(path, body, mode="create")
+            except BaseError as error:
+                if Failure.of(error).is_unknown:
+                    raise NoSuchRequest from None
+                raise
 
         try:
             self._requests.run("put", key, create, deadline, body.nbytes)
+        except NoSuchRequest:
+            self._creates = False
+            self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
         except AlreadyExistsError as error:
             if tries == 1 and not Failure.of(error).was_sent_again:
                 raise self._exists(key) from None

@@ -116,9 +116,14 @@ class Failure:
         return self.code in _NO_BUCKET
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether the server does not know a request like this."""
+        return self.status == 501 and self.code == "NotImplemented"
+
+    @property
     def cannot_delete_many(self) -> bool:
         """Whether the server does not know the request for it."""
-        return "DeleteObjects response" in self.sentence or (self.status == 501 and self.code == "NotImplemented")
+        return self.is_unknown or "DeleteObjects response" in self.sentence
 
     @property
     def is_beyond(self) -> bool:

@@ -105,4 +105,4 @@ class Beyond(Exception):
 
 
 class NoSuchRequest(Exception):
-    """The server does not know how to delete many objects by one request."""
+    """The server does not know how to delete many objects by one request, or to put one only where there is none."""

@@ -21,7 +21,7 @@ from helpers.certificates import self_signed
 from helpers.servers import ObjectStorage
 
 from ckptlib.errors import StoreDenied, StoreError
-from ckptlib.stores import Store, open_store
+from ckptlib.stores import Store, io_limits, open_store
 
 REFUSAL = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>no</Message></Error>'
 
@@ -174,6 +174,20 @@ def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store) -> 
     assert "If-None-Match" in recorder.heads[0]
     assert "If-None-Match" not in recorder.heads[-1]
     assert recorder.bodies[-1] == b"1"
+
+
+def test_a_server_that_knows_no_conditions_through_obstore(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(io_limits, "RETRY_S", 0.2)  # the client takes the answer for an outage
+    recorder.refused = {"If-None-Match"}
+    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": recorder.url, "client": "obstore"}
+    with open_store("s3://bucket/run", options) as store:
+        store.put("a", b"1", create=True)
+        num_asked = len(recorder.heads)
+        store.put("b", b"2", create=True)
+    assert "If-None-Match" in recorder.heads[0]
+    assert ["If-None-Match" in head for head in recorder.heads[num_asked - 1 :]] == [False, False]
+    assert recorder.bodies[num_asked - 1 :] == [b"1", b"2"]
 
 
 @pytest.mark.parametrize("older", [False, True])
