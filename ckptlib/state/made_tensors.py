@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.state.own_loads import give, is_of_torch
+from ckptlib.state.own_loads import give, is_of_torch, keeping_parameters
 from ckptlib.state.raw_bytes import bytes_of, copyable
 from ckptlib.state.structure import is_of_fsdp
 from ckptlib.state.subclasses import apart, is_subclass
@@ -83,7 +83,8 @@ def put_back(module: nn.Module, filled: Mapping[str, object]) -> None:
         state = copy.copy(module.state_dict(keep_vars=True))  # with the versions that torch puts beside it
         names = {key: canonical(module, key) for key in state}
         state.update({key: filled[name] for key, name in names.items() if name in filled})
-        told = give(module, state)
+        with keeping_parameters(module):
+            told = give(module, state)
         for key in getattr(told, "unexpected_keys", ()):
             if key in names and names[key] in filled and not isinstance(state[key], torch.Tensor):
                 log.warning("%s: nothing of %s takes what was loaded", names[key], type(module).__qualname__)

@@ -7,7 +7,8 @@ dtype, renews it where torch would have come by.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter, signature
 from itertools import chain
@@ -47,6 +48,22 @@ def give(module: nn.Module, state: dict[str, Any]) -> object:
     parameters = signature(module.load_state_dict).parameters
     knows = "strict" in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     return module.load_state_dict(state, strict=False) if knows else module.load_state_dict(state)
+
+
+@contextmanager
+def keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Puts back parameters for which the body puts new ones in their place, with the values of these: an optimizer has
+    those that were there, and would train nothing that the module has. One that is tied to another now stays so."""
+    before = dict(module.named_parameters(remove_duplicate=False))
+    known = {*map(id, before.values())}
+    yield
+    for name, new in [*module.named_parameters(remove_duplicate=False)]:
+        old = before.get(name)
+        if id(new) in known or old is None or old.is_meta or (old.shape, old.dtype) != (new.shape, new.dtype):
+            continue
+        old.copy_(new)
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._parameters[attribute] = old
 
 
 def is_of_torch(function: object) -> bool:
@@ -107,7 +124,7 @@ def _above(names: Iterable[str]) -> set[str]:
 
 def _load_again(module: nn.Module, is_outermost: bool) -> None:
     """Gives it what it has. To copy a tensor onto itself changes nothing."""
-    with _mode_of(module), torch.no_grad():
+    with _mode_of(module), torch.no_grad(), keeping_parameters(module):
         state = module.state_dict(keep_vars=True)
         if is_outermost:
             give(module, state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -238,3 +238,65 @@ def test_a_module_of_another_size_is_refused(root: Root) -> None:
     root.save({"m": nn.BatchNorm1d(3)})
     with pytest.raises(StateMismatch, match=r"m/running_mean: target is float32\[4\], checkpoint has float32\[3\]"):
         root.load({"m": nn.BatchNorm1d(4)})
+
+
+def _anew(module: Derived, state: dict[str, Any], name: str) -> None:
+    """As models do it that have as many rows as what is loaded."""
+    module.weight = nn.Parameter(torch.zeros_like(state[name]))
+
+
+class AnewByMethod(Derived):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _anew(self, state, f"{prefix}weight")
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.renew()
+
+
+class AnewByWhole(Derived):
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        _anew(self, state, "weight")
+        super().load_state_dict(state, strict)
+        self.renew()
+
+
+class AnewAndGiven(Given):
+    """Part of what it gives is no tensor, so it is loaded as a whole."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _anew(self.inside, state, f"{prefix}inside.weight")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+ANEW: dict[str, Callable[[float], nn.Module]] = {
+    "method": lambda value: nn.Sequential(nn.Linear(3, 3), AnewByMethod(value)),
+    "method, FSDP2": lambda value: WRAPPINGS["FSDP2"](nn.Sequential(nn.Linear(3, 3), AnewByMethod(value))),
+    "whole, DDP": lambda value: WRAPPINGS["DDP"](AnewByWhole(value)),
+    "given": lambda value: nn.Sequential(AnewAndGiven(value)),
+}
+
+
+@pytest.mark.parametrize("kind", ANEW)
+def test_an_optimizer_trains_the_parameters_of_a_module_that_makes_them_anew(root: Root, kind: str) -> None:
+    """A resumed training went on, and changed nothing of the module."""
+    source, target = ANEW[kind](3.0), ANEW[kind](0.0)
+    parameters = [*target.parameters()]
+    root.move({"m": source}, {"m": target})
+    assert all(map(lambda a, b: a is b, parameters, target.parameters()))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in (*source.parameters(), *target.parameters())]
+    assert all(map(torch.equal, whole[: len(parameters)], whole[len(parameters) :]))
+
+
+class Tying(Derived):
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__(value)
+        self.again = nn.Parameter(self.weight.detach().clone())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        super().load_state_dict(state)
+        self.again = self.weight
+
+
+def test_parameters_that_a_module_ties_stay_tied(root: Root) -> None:
+    target = Tying()
+    root.move({"m": Tying(3.0)}, {"m": target})
+    assert target.again is target.weight
