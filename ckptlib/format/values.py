@@ -129,7 +129,7 @@ def _encode(value: object, where: Where, depth: int) -> Json:
     if encoder is not None:
         return encoder(value, where, depth)
     if type(value).__module__ == "numpy":
-        return _encode_numpy(value, where)
+        return _encode_numpy(value, where, depth)
     if type(value).__module__ == "torch":
         return _encode_torch(value, where)
     raise _refused(value, where)
@@ -234,7 +234,7 @@ _ENCODERS: dict[type, Callable[..., Json]] = {
 }
 
 
-def _encode_numpy(value: object, where: Where) -> Json:
+def _encode_numpy(value: object, where: Where, depth: int) -> Json:
     import numpy as np
 
     if type(value) is np.ndarray and value.dtype.str in DTYPES:
@@ -249,7 +249,7 @@ def _encode_numpy(value: object, where: Where) -> Json:
     if isinstance(value, np.generic) and value.dtype.str in DTYPES:
         dtype = np.dtype(value.dtype.str)
         if dtype.type is type(value):  # longlong, for one, is not int64 and shares its dtype string
-            return {"$numpy": {"dtype": dtype.str, "value": _encode(value.item(), where, 0)}}
+            return {"$numpy": {"dtype": dtype.str, "value": _encode(value.item(), where, depth + 1)}}
     raise _refused(value, where)
 
 

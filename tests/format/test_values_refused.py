@@ -138,6 +138,15 @@ def test_what_is_written_a_level_deeper_than_it_looks_is_read_again(leaf: object
         encode(within(MAX_DEPTH), "x")
 
 
+def test_a_complex_number_of_numpy_is_written_two_levels_deeper() -> None:
+    value: object = np.complex128(1j)
+    for _ in range(MAX_DEPTH - 2):
+        value = [value]
+    assert same(through(value), value)
+    with pytest.raises(UnsupportedState, match="deeper than 100"):
+        encode([value], "x")
+
+
 def test_cycles_are_refused() -> None:
     cycle: dict[str, object] = {}
     cycle["self"] = [cycle]
