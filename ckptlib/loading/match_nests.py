@@ -11,6 +11,8 @@ from collections.abc import MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from ckptlib.format import values
 from ckptlib.format.paths import key_of
 from ckptlib.loading.load_plan import LoadPlan, Setter, is_plain_value
@@ -73,7 +75,7 @@ class NestTargets:
 
     def _become(self, node: object, value: Any, alike: bool) -> object:
         """The container with the saved content: the same one, where it can be changed and is `alike`."""
-        if isinstance(node, tuple) and alike:
+        if isinstance(node, tuple) and alike and not isinstance(node, torch.Size):  # which holds nothing to be filled
             return tuple(self._items(node, value))
         if not alike or not isinstance(node, (list, MutableMapping)):
             return value

@@ -25,6 +25,8 @@ GROWN: dict[str, tuple[Any, Any]] = {
     "lists in a list": ([[1, 2], [3], []], []),
     "dicts in a list": ([{"s": 1, 2: b"x"}, {"s": {True}}], []),
     "sizes in a list": ([torch.Size([1, 2])], []),
+    "sizes where sizes are": ([torch.Size([1, 2]), (torch.Size([3]), 4)], [torch.Size([7]), (torch.Size([]), 0)]),
+    "a size in a dict by number": ({1: torch.Size([1, 2])}, {1: torch.Size([3, 4])}),
     "deep": ({"a": {"b": [[(1,), None]]}}, {"a": {"b": []}}),
     "longer inside": ([[1, 2, 3], [4]], [[0]]),
     "dict": ({"b": 1, "a": {"c": None}}, {}),
