@@ -8,22 +8,60 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 from ckptlib.slots import files
 
+with contextlib.suppress(ImportError):  # on Windows, where this module is only imported
+    import fcntl
+
 log = logging.getLogger(__name__)
+
+EMPTY_S, PRINTED_S = 3600.0, 30 * 86400.0
+"""How old logs of writers that have ended become: those with nothing in them, and others."""
 
 
 def new_path(rank: int) -> Path:
     """Where the writer of a rank of this process prints to; there is no such file yet."""
-    return _directory() / f"writer-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}.log"
+    directory = _directory()
+    _remove_old(directory)
+    return directory / f"writer-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}.log"
 
 
 def append_to(path: Path) -> BinaryIO:
-    """The file, made where there is none."""
-    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
+    """The file, made where there is none. It is locked for as long as it is open here, or in a writer that has it."""
+    return open(path, "ab", opener=_open_locked)
+
+
+def _open_locked(name: str, flags: int) -> int:
+    fd = os.open(name, flags | os.O_NOFOLLOW, 0o600)
+    with contextlib.suppress(OSError):  # where there is no lock, nobody can remove it
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def _remove_old(directory: Path) -> None:
+    """Each start of a job leaves some: of writers that were killed, and of those that have told something."""
+    now = time.time()
+    for path in directory.glob("writer-*.log"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if now - found.st_mtime > (PRINTED_S if found.st_size else EMPTY_S) and not _is_open(path):
+                path.unlink()
+
+
+def _is_open(path: Path) -> bool:
+    """Whether its writer runs. Raises OSError where that cannot be told."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _directory() -> Path:

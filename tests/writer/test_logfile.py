@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,3 +102,27 @@ def test_the_log_directory_is_made_once_and_no_link_is_written_to(
         output.write(b" two")
     assert second.read_bytes() == b"one two"
     assert second.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_logs_of_writers_that_have_ended_go(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is killed a thousand times would leave as many for each rank."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    writer = bench.writer()
+    hear(writer, "ready")
+    told, now = b"step 7: what was wrong with it\n", time.time()
+    ages = {b"": {True: 2 * 3600, False: 600}, told: {True: 31 * 86400, False: 29 * 86400}}
+    logs = {(text, old): logfile.new_path(0) for text in ages for old in (True, False)}
+    for (text, old), path in logs.items():
+        with logfile.append_to(path) as output:
+            output.write(text)
+        os.utime(path, (now, now - ages[text][old]))
+    other = writer.log_path.with_name("another.log")
+    other.touch()
+    for path in (writer.log_path, other):
+        os.utime(path, (now, now - 40 * 86400))
+    logfile.new_path(0)
+    stay = {logs[b"", False], logs[told, False], other}
+    assert {*other.parent.iterdir()} == {*stay, writer.log_path}, "which runs"
+    os.kill(writer.pid, signal.SIGKILL)
+    until(lambda: bool(logfile.new_path(0)) and not writer.log_path.exists())  # threads may hold it a little longer
+    assert {*other.parent.iterdir()} == stay
