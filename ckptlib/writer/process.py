@@ -141,14 +141,14 @@ class WriterProcess:
             time.sleep(RECORD_POLL_S)
 
     def _rescue(self, slots: list[Slot]) -> None:
-        """Raises StoreError where the store fails, which may pass."""
+        """Raises StoreError where the store fails, which may pass; not where it is full."""
         assert self._held is not None
         try:
             with self._watchdog.work("rescue", self._held, time.monotonic() + self._trainer.deadline_s):
                 rescue(slots, self._held, self._rank, self._direct, self._commits.committer)
-        except StoreError:
-            raise
         except (CkptError, OSError, ValueError) as error:
+            if isinstance(error, StoreError) and not isinstance(error, StoreFull):
+                raise
             log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
 
     def _take(self, message: Message) -> None:

@@ -16,7 +16,7 @@ from support import ROOT_ID, layout_of, make_generation, make_root, read_save, s
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
-from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreError, StoreTimeout, Superseded
+from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreError, StoreFull, StoreTimeout, Superseded
 from ckptlib.format import body_layout
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.digests import XXH3, digester
@@ -291,10 +291,18 @@ def test_the_first_snapshot_of_a_step_counts_where_a_second_was_under_way(job: J
 
 
 @pytest.mark.parametrize(
-    "error", [StoreError("away"), StoreTimeout("away"), SaveFailed("lost"), OSError("odd")], ids=repr
+    ("error", "again"),
+    [
+        (StoreError("away"), True),
+        (StoreTimeout("away"), True),
+        (StoreFull("each try would put all of it once more"), False),
+        (SaveFailed("a share is nowhere"), False),
+        (OSError("odd"), False),
+    ],
+    ids=repr,
 )
-def test_only_a_store_that_fails_is_a_reason_to_try_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_only_an_outage_is_a_reason_to_try_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, error: Exception, again: bool
 ) -> None:
     def fail(*given: object) -> None:
         raise error
@@ -303,7 +311,7 @@ def test_only_a_store_that_fails_is_a_reason_to_try_again(
     writer = SimpleNamespace(_held=job.snapshot(15), _rank=0, _direct=None, _commits=SimpleNamespace(committer=None))
     writer._watchdog = SimpleNamespace(work=lambda *given: contextlib.nullcontext())
     writer._trainer = SimpleNamespace(deadline_s=60.0)
-    with pytest.raises(StoreError) if isinstance(error, StoreError) else contextlib.nullcontext():
+    with pytest.raises(StoreError) if again else contextlib.nullcontext():
         WriterProcess._rescue(writer, [])  # type: ignore[arg-type]
 
 
