@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -26,7 +27,7 @@ EMPTY_S, PRINTED_S = 3600.0, 30 * 86400.0
 def new_path(rank: int) -> Path:
     """Where the writer of a rank of this process prints to; there is no such file yet."""
     directory = _directory()
-    _remove_old(directory)
+    _tidy(directory)
     return directory / f"writer-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}.log"
 
 
@@ -42,7 +43,13 @@ def _open_locked(name: str, flags: int) -> int:
     return fd
 
 
-def _remove_old(directory: Path) -> None:
+@functools.cache
+def _tidy(directory: Path) -> None:
+    """Once for each process: there may be thousands, and a writer that is started again is waited for."""
+    remove_old(directory)
+
+
+def remove_old(directory: Path) -> None:
     """Each start of a job leaves some: of writers that were killed, and of those that have told something."""
     now = time.time()
     for path in directory.glob("writer-*.log"):

@@ -105,7 +105,7 @@ def test_the_log_directory_is_made_once_and_no_link_is_written_to(
 
 
 def test_the_logs_of_writers_that_have_ended_go(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is killed a thousand times would leave as many for each rank."""
+    """A job that is killed a thousand times would leave as many for each rank. A new process removes them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     writer = bench.writer()
     hear(writer, "ready")
@@ -120,9 +120,14 @@ def test_the_logs_of_writers_that_have_ended_go(bench: Bench, tmp_path: Path, mo
     other.touch()
     for path in (writer.log_path, other):
         os.utime(path, (now, now - 40 * 86400))
-    logfile.new_path(0)
+    logfile.remove_old(other.parent)
     stay = {logs[b"", False], logs[told, False], other}
     assert {*other.parent.iterdir()} == {*stay, writer.log_path}, "which runs"
     os.kill(writer.pid, signal.SIGKILL)
-    until(lambda: bool(logfile.new_path(0)) and not writer.log_path.exists())  # threads may hold it a little longer
+
+    def is_gone() -> bool:  # threads may hold it a little longer
+        logfile.remove_old(other.parent)
+        return not writer.log_path.exists()
+
+    until(is_gone)
     assert {*other.parent.iterdir()} == stay
