@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import read_chunk
+from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.local_disk import part_there
 from ckptlib.errors import (
     CorruptData,
@@ -42,7 +43,7 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import Entry
 from ckptlib.stores.io_limits import WRITE_BYTES
-from ckptlib.writer.seen_packs import SeenPacks
+from ckptlib.writer.seen_packs import SeenPacks, check_not_swept
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Drain:
         if name in present:
             return 0
         deadline = self._deadline(save, present.values())
+        elapsed, may_take_s = Elapsed(), deadline - time.monotonic()
         lost = self._lost(part)
         packs = [*lost, *missing(part, {key: entry.nbytes for key, entry in present.items()})]
         given_up = threading.Event()
@@ -137,6 +139,7 @@ class Drain:
         if puts_layout and layout != self._layout_put:
             self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
         self._layout_put = layout if puts_layout else None
+        check_not_swept(self._bucket.store, save, part.packs, elapsed, may_take_s)
         self._bucket.store.put(name, document, deadline=deadline)
         return sum(pack.nbytes for pack in packs)
 

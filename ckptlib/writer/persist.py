@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import SharedDocuments
-from ckptlib.errors import CorruptData, FormatError, SaveFailed, StoreError
+from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
 from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
@@ -32,7 +32,7 @@ from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.left_packs import LeftPacks
 from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
-from ckptlib.writer.seen_packs import SeenPacks
+from ckptlib.writer.seen_packs import SeenPacks, check_not_swept
 from ckptlib.writer.share import PutChunks, assemble
 
 log = logging.getLogger(__name__)
@@ -156,8 +156,7 @@ class Persister:
             account=snapshot.account,
         )
         name, document = part.encode()
-        if elapsed.seconds() > may_take:  # its packs may be gone by now
-            raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")
+        check_not_swept(self._store, save, part.packs, elapsed, may_take)
         self._store.put(name.key, document, deadline=self._deadline)
         if self._on_disk:
             self._put_layout(snapshot)  # a sweep of this disk may have met it before this part named it

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Iterable
 
+from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.reading import each
-from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed
+from ckptlib.format.keys import SaveId, pack_save
 from ckptlib.format.part import Pack
 from ckptlib.stores import Store
 
@@ -67,3 +69,15 @@ class SeenPacks:
         except (FormatError, ObjectNotFound, ObjectUnreadable):
             return False
         return True
+
+
+def check_not_swept(store: Store, save: SaveId, packs: Iterable[Pack], elapsed: Elapsed, may_take_s: float) -> None:
+    """Before the part of a save is put: its packs may be gone by now, as sweeps know nothing of a part to come.
+
+    Raises SaveFailed where the save has taken longer than it may, asleep or awake. Where only the wall clock says so,
+    it may have been set; so the packs are looked for then. `elapsed`: since before the first of them was put.
+    """
+    own = (pack for pack in packs if pack_save(pack.key) == save)
+    is_late = elapsed.seconds() > may_take_s
+    if is_late or (elapsed.at_most() > may_take_s and SeenPacks(store, 0.0).lost(own)):
+        raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")

@@ -171,3 +171,30 @@ def test_a_rank_that_slept_between_its_packs_and_its_part_puts_none(
     job.writers[0].store.before = lambda op, key: None
     persister.persist(job.slot(save, 0), save.id, deadline)
     assert [key for key in job.keys(f"parts/{save.id}/") if "-ok-" in key]
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_a_rank_on_a_virtual_machine_that_was_paused_looks_whether_its_packs_are_there(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, swept: bool
+) -> None:
+    """Only the wall clock tells, and that may have been set: where nothing was deleted, the part is put."""
+    job.change(range(16))
+    job.restart(0)  # so that it looks for the layout, behind its packs
+    save, wall, paused = job.begin_save(), time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall() + paused)
+
+    def before(op: str, key: str) -> None:
+        nonlocal paused
+        if op == "get" and key.startswith("layouts/"):
+            paused = 2 * DEADLINE_S
+            if swept:
+                job.store.delete(*job.keys(f"packs/{save.id}/"))
+
+    job.writers[0].store.before = before
+    persister, deadline = job.writers[0].persister, persist.time.monotonic() + DEADLINE_S
+    if swept:
+        with pytest.raises(SaveFailed, match=r"step 2: .* no part is put"):
+            persister.persist(job.slot(save, 0), save.id, deadline)
+    else:
+        persister.persist(job.slot(save, 0), save.id, deadline)
+    assert any("-ok-" in key for key in job.keys(f"parts/{save.id}/")) == (not swept)

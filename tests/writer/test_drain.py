@@ -366,6 +366,33 @@ def test_a_copy_that_takes_longer_than_a_save_may_is_given_up(direct: Direct) ->
     assert not [*direct.bench.root.glob("parts/*/*")]
 
 
+@pytest.mark.parametrize("how", ["suspended", "paused", "clock set"])
+def test_a_machine_that_slept_between_its_packs_and_its_part_puts_none(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The monotonic clock stood still. Sweeps know nothing of a part to come, and may have deleted the packs. No clock
+    but the wall clock tells of a virtual machine that was paused; and that one may have been set while all is there."""
+    part, slept, clock, wall = direct.saved(1), 0.0, time.clock_gettime, time.time
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + slept * (how == "suspended"))
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def sleep(nbytes: int, began: float, ended: float) -> None:
+        nonlocal slept
+        slept = 61.0
+        if how == "paused":
+            for path in direct.bench.root.glob("packs/*/*"):
+                path.unlink()
+
+    direct.drain._note_upload = sleep
+    if how == "clock set":
+        assert direct.drain.copy(part.save) == part.nbytes_put
+        assert [*direct.bench.root.glob("parts/*/*")]
+        return
+    with pytest.raises(SaveFailed, match=r"step 1: .* no part is put"):
+        direct.drain.copy(part.save)
+    assert not [*direct.bench.root.glob("parts/*/*")]
+
+
 def test_only_packs_of_the_save_itself_are_put_and_only_once(direct: Direct) -> None:
     part = direct.saved(1)
     save = part.save
