@@ -12,6 +12,7 @@ import torch
 
 from ckptlib.errors import StateMismatch
 from ckptlib.exporting.dcp_files import StandIns, name_parameters
+from ckptlib.format import values
 from ckptlib.format.paths import join, key_of
 from ckptlib.reading.nested import nested
 from ckptlib.reading.opened import CheckpointReader
@@ -115,10 +116,14 @@ class SavedOptimizers:
             raise StateMismatch(f"{name}: is a plain value in the state dict; the checkpoint has a tensor")
 
     def _told(self, value: object) -> object:
-        """To be compared: a tensor by its name."""
+        """To be compared: a tensor by its name, and a value as it is written. A NaN is no equal of itself, and an array
+        has no one answer."""
         if isinstance(value, (list, tuple)):
             return [*map(self._told, value)]
-        return value if (source := self._stand_ins.saved_as(value)) is None else source
+        if isinstance(value, Mapping):
+            return {key: self._told(item) for key, item in value.items()}
+        source = self._stand_ins.saved_as(value)
+        return values.encode(value, GROUPS) if source is None else source
 
     def _read(self, value: object) -> object:
         """A value with the tensors that are in it, such as betas: one for all parameters of a group."""

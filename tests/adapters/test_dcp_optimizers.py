@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.registry import close_sessions
@@ -109,6 +111,24 @@ def test_groups_that_were_others(tmp_path: Path) -> None:
     other = torch.optim.AdamW(other_model.parameters())
     with pytest.raises(ckptlib.StateMismatch, match="several groups, with different lr"):
         dcp.load({"optim": get_optimizer_state_dict(other_model, other)}, checkpoint_id=tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("other", [np.array([1.0, 3.0]), 0.5], ids=["array", "number"])
+def test_options_that_are_no_equals_of_themselves(tmp_path: Path, other: object) -> None:
+    """What is the same in two groups may be that of one; what is not is refused by name."""
+    model = nn.Linear(3, 2)
+    odd = {"a": math.nan, "b": np.array([1.0, 2.0]), "c": {"d": math.nan}}
+    optim = torch.optim.SGD([{"params": [p], "lr": 0.5, **odd} for p in model.parameters()])
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "step-1")
+    optim.param_groups[1]["b"] = other
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "step-2")
+    one = torch.optim.SGD([{"params": [*model.parameters()], "lr": 0.1, **dict.fromkeys(odd, 0.0)}])
+    found = {"optim": get_optimizer_state_dict(model, one)}
+    dcp.load(found, checkpoint_id=tmp_path / "step-1")
+    (group,) = found["optim"]["param_groups"]
+    assert (group["lr"], str(group["a"]), group["b"].tolist(), str(group["c"])) == (0.5, "nan", [1, 2], "{'d': nan}")
+    with pytest.raises(ckptlib.StateMismatch, match="several groups, with different b"):
+        dcp.load(found, checkpoint_id=tmp_path / "step-2")
 
 
 TENSORS: dict[str, Callable[[float], State]] = {
