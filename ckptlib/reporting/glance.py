@@ -10,6 +10,7 @@ from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import Goodput, goodput
 from ckptlib.catalog.history import history
+from ckptlib.catalog.resolving import TRIES
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account
@@ -96,15 +97,18 @@ class Watcher:
         catalog = self._catalog
         if self._deadline_s is None:
             self._deadline_s = catalog.root().save_deadline_s
-        put_at = {
-            save: entry.modified
-            for entry in catalog.store.scan(keys.STEPS)
-            if (save := keys.parse_manifest_key(entry.key)) is not None
-        }
-        generations, lost = catalog.records(put_at, newer=True)
-        saves = history(put_at, generations)
-        problems = [*map(str, lost.values())]
-        manifests = self._read(saves[-RECENT - 1 :], problems)
+        for _ in range(TRIES):
+            put_at = {
+                save: entry.modified
+                for entry in catalog.store.scan(keys.STEPS)
+                if (save := keys.parse_manifest_key(entry.key)) is not None
+            }
+            generations, lost = catalog.records(put_at, newer=True)
+            saves = history(put_at, generations)
+            problems = [*map(str, lost.values())]
+            manifests = self._read(saves[-RECENT - 1 :], problems)
+            if not saves or problems or saves[-1] in self._manifests:  # else it was dropped, and there is a newer one
+                break
         self._note_accounts({save.generation for save in put_at})
         under_way = self._look_at_parts(put_at, saves[-1] if saves else None)
         return Glance(

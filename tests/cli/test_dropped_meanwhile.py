@@ -172,6 +172,10 @@ def test_whoever_looks_finds_the_newest_step_while_it_is_dropped(
         assert ckptlib("ls", "memory://run", "--json").json["steps"][-1]["step"] in (5, 6), store.num_operations
     for store in each_moment(run, go_on):
         assert gather(Catalog(store)).steps[-1].save.step in (5, 6), store.num_operations
+    for store in each_moment(run, go_on):
+        newest = Watcher(Catalog(store)).look().newest
+        assert newest is not None, store.num_operations
+        assert newest.save.step in (5, 6)
 
 
 def test_checkpoints_while_the_newest_step_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
