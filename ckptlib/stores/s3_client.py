@@ -8,6 +8,8 @@ used, since they have traps:
 * botocore adds `Expect: 100-continue` to bodies, and aiohttp waits without limit for the answer. It is removed.
 * Payloads are signed by SHA-256 or not checked at all. Here each has a checksum, which costs less than half of that.
 * Credentials of a file are read once. Here they are read again when the server does not take them any more.
+* aiohttp keeps a connection that it is to close until all is sent: for ever where a server is there, and reads nothing.
+  Here the kernel ends such a one, where these versions have a way to ask for that; TLS ends by itself.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import aiohttp
 import botocore.config
 import fsspec
+from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore.credentials import RefreshableCredentials
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from ckptlib.errors import CkptError, StoreError, StoreTimeout
 from ckptlib.stores import io_limits
@@ -334,7 +340,7 @@ def _config(given: object) -> dict[str, Any]:
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
-    return {
+    config = {
         **{name: value for name, value in defaults.items() if name in botocore.config.Config.OPTION_DEFAULTS},
         **wanted,
         "s3": {"payload_signing_enabled": False, **(wanted.get("s3") or {})},
@@ -343,3 +349,24 @@ def _config(given: object) -> dict[str, Any]:
         "connect_timeout": io_limits.IDLE_S,
         "read_timeout": io_limits.IDLE_S * _SILENCE_S,
     }
+    sockets = {"connector_args": {"socket_factory": _socket, **(wanted.get("connector_args") or {})}}
+    return {**config, **sockets} if _takes(config, sockets) else config
+
+
+def _takes(config: Mapping[str, object], sockets: Mapping[str, object]) -> bool:
+    """Whether these versions of aiohttp and aiobotocore, and this system, know how sockets are to be made."""
+    known = inspect.signature(aiohttp.TCPConnector).parameters
+    if "socket_factory" not in known or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return False
+    try:
+        AioConfig(**{**config, **sockets})
+    except ParamValidationError:
+        return False
+    return True
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """One whose connection ends when the server has taken nothing of what was sent for so long."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * io_limits.IDLE_S * _SILENCE_S))
+    return made

@@ -1,0 +1,52 @@
+"""A server that is there and reads nothing, as a gateway whose disk hangs: no try leaves a connection behind."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ParamValidationError
+from helpers.s3_bucket import scale_limits
+
+from ckptlib.errors import StoreTimeout
+from ckptlib.stores import io_limits, open_store, s3_client
+
+DATA = bytes(30 << 20)
+"""More than the kernel takes."""
+WAIT_S = 60.0
+
+
+def connections_to(port: int) -> int:
+    """That a process holds."""
+    rows = map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return sum(int(row[2].partition(":")[2], 16) == port and row[9] != "0" for row in rows)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_no_try_leaves_a_connection_behind(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if client == "obstore":
+        pytest.importorskip("obstore")
+    scale_limits(monkeypatch, idle_s=0.3, retry_s=1.0)
+    monkeypatch.setattr(io_limits, "PART_NBYTES", 2 * len(DATA))  # by one request
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as frozen:
+        port = frozen.getsockname()[1]
+        options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{port}", "client": client}
+        with open_store("s3://bucket/run", options) as store:
+            with pytest.raises(StoreTimeout, match="cannot put"):
+                store.put("p", b"", [DATA])
+            end = time.monotonic() + WAIT_S
+            while connections_to(port):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+
+def test_versions_that_do_not_ask_how_sockets_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise ParamValidationError(report="invalid connector_arg:socket_factory")
+
+    assert "connector_args" in s3_client._config({"max_pool_connections": 80})
+    assert s3_client._config({"connector_args": {"keepalive_timeout": 5}})["connector_args"]["keepalive_timeout"] == 5
+    monkeypatch.setattr(s3_client, "AioConfig", refuse)
+    assert "connector_args" not in s3_client._config(None)
