@@ -21,7 +21,7 @@ from ckptlib.state.own_loads import give, is_of_torch, keeping_parameters
 from ckptlib.state.raw_bytes import bytes_of, copyable
 from ckptlib.state.structure import is_of_fsdp
 from ckptlib.state.subclasses import apart, is_subclass
-from ckptlib.state.wrappers import canonical, inner_name, is_extra_state
+from ckptlib.state.wrappers import canonical, inner_name, is_extra_state, submodule_of
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _holder_of(module: nn.Module, name: str) -> Holder | None:
             continue
         if _turns_back(at):
             return Holder(at, ".".join(rest))
-        below = at._modules.get(rest.pop(0)) if rest else None
+        below = submodule_of(at, rest.pop(0)) if rest else None
         if below is None:
             return None
         at = below

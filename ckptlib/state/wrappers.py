@@ -36,8 +36,14 @@ def canonical(module: nn.Module, key: str) -> str:
             continue
         segment = segments.pop(0)
         names.append(segment)
-        at = None if at is None else at._modules.get(segment)
+        at = None if at is None else submodule_of(at, segment)
     return ".".join(names)
+
+
+def submodule_of(module: nn.Module, name: str) -> nn.Module | None:
+    """The child of that name, if there is one. What holds those of a ScriptModule is no dict, and has no `get`."""
+    children = module._modules
+    return children[name] if name in children else None  # noqa: SIM401
 
 
 def is_extra_state(name: str) -> bool:

@@ -43,6 +43,15 @@ def compiled_inside(module: nn.Module) -> nn.Module:
     return module
 
 
+def scripted(module: nn.Module) -> nn.Module:
+    return torch.jit.script(module)  # type: ignore[no-any-return]
+
+
+def scripted_inside(module: nn.Module) -> nn.Module:
+    module[1] = scripted(module[1])  # type: ignore[index, operator]
+    return module
+
+
 WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "nothing": lambda m: m,
     "DDP": DistributedDataParallel,
@@ -51,6 +60,8 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpoint": checkpoint_wrapper,
     "checkpoint inside": checkpointed_inside,
     "compile inside": compiled_inside,
+    "script": scripted,
+    "script inside": scripted_inside,
     "DDP(compile)": lambda m: DistributedDataParallel(compiled(m)),
     "compile(DDP)": lambda m: compiled(DistributedDataParallel(m)),
     "DDP(compile(checkpoint inside))": lambda m: DistributedDataParallel(compiled(checkpointed_inside(m))),
@@ -183,6 +194,13 @@ def test_copies_made_by_a_hook_are_refused_and_views_are_not(tmp_path: Path) -> 
     with opened(tmp_path) as root:
         root.move({"m": source}, {"m": target})
     assert torch.equal(target.fused, torch.arange(6.0))
+
+
+def test_a_copy_of_what_is_in_a_script_is_refused(root: Root) -> None:
+    model = scripted_inside(net())
+    model.register_state_dict_post_hook(lambda module, state, prefix, local: state.update({"1.1.copy": torch.ones(1)}))
+    with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of '1.1.copy'"):
+        root.save({"m": model})
 
 
 def test_state_dict_is_called_once(root: Root) -> None:
