@@ -7,7 +7,7 @@ dtype, renews it where torch would have come by.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter, signature
@@ -55,7 +55,7 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
     """Puts back parameters for which the body puts new ones in their place, with the values of these: an optimizer has
     those that were there, and would train nothing that the module has. One that is tied to another now stays so."""
     before = dict(module.named_parameters(remove_duplicate=False))
-    known = {*map(id, before.values())}
+    known, holders = {*map(id, before.values())}, dict[int, nn.Module]()
     yield
     for name, new in [*module.named_parameters(remove_duplicate=False)]:
         old = before.get(name)
@@ -63,7 +63,11 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
             continue
         old.copy_(new)
         owner, _, attribute = name.rpartition(".")
-        module.get_submodule(owner)._parameters[attribute] = old
+        holder = module.get_submodule(owner)
+        setattr(holder, attribute, old)  # an RNN notes it in a list of its own
+        holders[id(holder)] = holder
+    for holder in holders.values():  # FSDP2 has taken the new ones
+        _run_hooks(holder, [hook for hook in holder._load_state_dict_post_hooks.values() if is_of_torch(hook)])
 
 
 def is_of_torch(function: object) -> bool:
@@ -71,23 +75,38 @@ def is_of_torch(function: object) -> bool:
     return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
 
 
-def resizes(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> bool:
+def resizes(module: nn.Module, attribute: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a module's own `_load_from_state_dict()` gives its buffer the shape of what is loaded, as torch's fake
-    quantizers do, whose buffers are as large as the data they have seen. A copy is asked."""
-    buffer = module._buffers.get(attribute)
-    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict or type(buffer) is not torch.Tensor:
+    quantizers do, whose buffers are as large as the data they have seen. A copy is asked. `shapes`: of those of
+    its buffers that were saved, by attribute."""
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict or attribute not in module._buffers:
         return False
-    trial: Any = copy.copy(module)
+    if type(module._buffers[attribute]) is not torch.Tensor:
+        return False
+    state: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        trial = _copy_of(module)
+        for name, inner in trial.named_modules():
+            inner._save_to_state_dict(state, f"{name}." if name else "", True)
+        for name in shapes.keys() & state.keys():
+            state[name] = state[name].new_zeros(()).expand(shapes[name])
+        trial._load_from_state_dict(state, "", {"version": module._version}, False, [], [], problems)
+    except Exception:  # whatever its own code raises: it does not take these shapes, and the mismatch is told
+        return False
+    found = trial._buffers.get(attribute)
+    return not problems and found is not None and tuple(found.shape) == shapes[attribute]
+
+
+def _copy_of(module: nn.Module) -> Any:
+    """With copies of its tensors, and such copies of the modules in it: a loader may put others in their place."""
+    made: Any = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         own = getattr(module, kind).items()
-        setattr(trial, kind, {name: None if held is None else held.detach().clone() for name, held in own})
-    state: dict[str, torch.Tensor] = {}
-    problems: list[str] = []
-    trial._save_to_state_dict(state, "", True)
-    state[attribute] = buffer.new_zeros(()).expand(shape)
-    trial._load_from_state_dict(state, "", {"version": module._version}, False, [], [], problems)
-    found = trial._buffers.get(attribute)
-    return not problems and found is not None and tuple(found.shape) == shape
+        setattr(made, kind, {name: None if held is None else held.detach().clone() for name, held in own})
+    inside = module._modules.items()
+    made._modules = {name: None if child is None else _copy_of(child) for name, child in inside}
+    return made
 
 
 def _innermost(module: nn.Module) -> nn.Module:
@@ -134,8 +153,12 @@ def _load_again(module: nn.Module, is_outermost: bool) -> None:
 
 def _run_post_hooks(module: nn.Module) -> None:
     with _mode_of(module), torch.no_grad():
-        for hook in _post_hooks(module):
-            hook(module, _IncompatibleKeys([], []))
+        _run_hooks(module, _post_hooks(module))
+
+
+def _run_hooks(module: nn.Module, hooks: Iterable[Callable[..., object]]) -> None:
+    for hook in hooks:
+        hook(module, _IncompatibleKeys([], []))
 
 
 def _mode_of(module: nn.Module) -> torch.inference_mode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.distributed.tensor import DTensor
 
-from ckptlib import StateMismatch
+from ckptlib import StateMismatch, UnsupportedState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -203,6 +204,27 @@ def book(num: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), Book(num))
 
 
+class Counted(Book):
+    """Tells the number of codes by one buffer, and has it in two and in a module of its own."""
+
+    def __init__(self, num: int = 0) -> None:
+        super().__init__(num)
+        self.register_buffer("met", torch.arange(num))
+        self.inside = nn.Embedding(max(num, 1), 2)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        num = len(state[f"{prefix}codes"])
+        self.met = torch.empty(num, dtype=torch.int64)
+        self.inside = nn.Embedding(len(state[f"{prefix}inside.weight"]), 2)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def counted(num: int, num_inside: int = 4) -> nn.Sequential:
+    made = Counted(num)
+    made.inside = nn.Embedding(num_inside, 2)
+    return nn.Sequential(made)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -211,14 +233,17 @@ def book(num: int = 0) -> nn.Sequential:
         (book(3), book()),
         (book(), book(3)),
         (book(2), book(3)),
+        (counted(3), counted(0)),
     ],
-    ids=["quantizer", "fresh quantizer", "own", "fresh own", "smaller own"],
+    ids=["quantizer", "fresh quantizer", "own", "fresh own", "smaller own", "several"],
 )
 @pytest.mark.parametrize("wrapping", ["nothing", "DDP", "compile"])
 def test_buffers_have_the_size_that_they_had(root: Root, source: Any, target: Any, wrapping: str) -> None:
     expected, target = copy.deepcopy(target), copy.deepcopy(target)
     expected.load_state_dict(source.state_dict())
+    parameters = [*target.parameters()]
     root.move({"m": WRAPPINGS[wrapping](source)}, {"m": WRAPPINGS[wrapping](target)})
+    assert all(map(operator.is_, parameters, target.parameters())), "an optimizer has them"
     assert same_modules(target, expected)
     assert same_modules(target, source)
 
@@ -231,6 +256,34 @@ def test_a_copy_is_asked_for_the_size(root: Root) -> None:
     with pytest.raises(StateMismatch, match=r"state:\n  w: target is float32\[4\], checkpoint has float32\[3\]\nmap="):
         root.load({"m": target, "w": torch.ones(4)})
     assert same_modules(target, before)
+
+
+def test_nothing_inside_has_changed_either(root: Root) -> None:
+    root.save({"m": counted(3, 4)})
+    target = counted(0, 5)
+    before, inside = copy.deepcopy(target), target[0].inside
+    with pytest.raises(StateMismatch, match=r"m/0\.inside\.weight: target is float32\[5, 2\], checkpoint has"):
+        root.load({"m": target})
+    assert target[0].inside is inside
+    assert same_modules(target, before)
+
+
+class Strict(Book):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.codes.copy_(state[f"{prefix}codes"])
+
+
+@pytest.mark.parametrize("target", [Strict(4), torch.jit.script(nn.BatchNorm1d(4))], ids=["own", "script"])
+def test_a_module_that_refuses_what_is_loaded_is_a_mismatch(root: Root, target: nn.Module) -> None:
+    root.save({"m": Book(3) if isinstance(target, Strict) else nn.BatchNorm1d(3)})
+    with pytest.raises(StateMismatch, match=r"m/\w+: target is float32\[4"):
+        root.load({"m": target})
+
+
+def test_a_lazy_module_is_named(root: Root) -> None:
+    root.save({"m": nn.Linear(3, 4)})
+    with pytest.raises(UnsupportedState, match=r"m/weight: is not initialised yet"):
+        root.load({"m": nn.LazyLinear(4)})
 
 
 def test_a_module_of_another_size_is_refused(root: Root) -> None:
@@ -266,6 +319,9 @@ class AnewAndGiven(Given):
         _anew(self.inside, state, f"{prefix}inside.weight")
         super()._load_from_state_dict(state, prefix, *rest)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)  # type: ignore[no-any-return]
+
 
 ANEW: dict[str, Callable[[float], nn.Module]] = {
     "method": lambda value: nn.Sequential(nn.Linear(3, 3), AnewByMethod(value)),
@@ -280,10 +336,28 @@ def test_an_optimizer_trains_the_parameters_of_a_module_that_makes_them_anew(roo
     """A resumed training went on, and changed nothing of the module."""
     source, target = ANEW[kind](3.0), ANEW[kind](0.0)
     parameters = [*target.parameters()]
+    for model in (source, target):  # FSDP2 looks at what there is once
+        model(torch.ones(2, 3)).sum().backward()
+        model.zero_grad()
     root.move({"m": source}, {"m": target})
-    assert all(map(lambda a, b: a is b, parameters, target.parameters()))
+    target(torch.ones(2, 3)).sum().backward()
+    assert all(map(operator.is_, parameters, target.parameters()))
+    assert all(p.grad is not None for p in parameters)
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in (*source.parameters(), *target.parameters())]
     assert all(map(torch.equal, whole[: len(parameters)], whole[len(parameters) :]))
+
+
+class AnewRecurrent(nn.LSTM):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.weight_ih_l0 = nn.Parameter(torch.zeros_like(state[f"{prefix}weight_ih_l0"]))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_what_notes_its_parameters_beside_notes_those_that_stay(root: Root) -> None:
+    target = AnewRecurrent(3, 4)
+    root.move({"m": AnewRecurrent(3, 4)}, {"m": target})
+    target(torch.ones(1, 2, 3))[0].sum().backward()
+    assert all(p.grad is not None for p in target.parameters())
 
 
 class Tying(Derived):
