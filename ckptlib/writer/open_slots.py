@@ -64,25 +64,25 @@ class OpenSlots:
         for slot in self._slots.values():
             slot.abandon()
 
-    def await_successor(self, rescue: Callable[[list[Slot]], None] | None) -> None:
+    def await_successor(self, rescue: Callable[[list[Slot], bool], None] | None) -> None:
         """They are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
 
         `rescue`: a step that is in memory only is persisted when no such job has come for a while; again and again,
-        while the store fails. At last they go.
+        while the store fails. It is told whether it was tried before. At last they go.
         """
         slots = list(self._slots.values())
         began, pause_s = time.monotonic(), min(RESCUE_AFTER_S, self.keep_s / 2)
-        rescue_at = began + pause_s
+        rescue_at, again = began + pause_s, False
         while time.monotonic() - began < self.keep_s and any(slot.has_name for slot in slots):
             if rescue is not None and time.monotonic() > rescue_at:
                 try:
-                    rescue(slots)
+                    rescue(slots, again)
                     rescue = None
                 except StoreError as error:
                     log.warning(
                         "what is in memory only could not be persisted, which is tried again: %s", describe(error)
                     )
-                    rescue_at = time.monotonic() + pause_s
+                    rescue_at, again = time.monotonic() + pause_s, True
             time.sleep(SUCCESSOR_POLL_S)
         for slot in slots:
             slot.unlink()

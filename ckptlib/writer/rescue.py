@@ -28,12 +28,15 @@ COMMIT_TIMEOUT_S = 300.0
 POLL_S = 0.5
 
 
-def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer) -> None:
+def rescue(
+    slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, again: bool = False
+) -> None:
     """Persists these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
     `save`: the newest that this rank's trainer knew to be held by all. Others may have known of a newer one, and what
     they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
-    for all. A damaged slot counts for nothing: a share may be whole in another writer's. Raises Superseded when a newer
+    for all. A damaged slot counts for nothing: a share may be whole in another writer's. `again`: a try before this one
+    failed, which may have put the share of rank 0 in its place, and not come to commit. Raises Superseded when a newer
     generation has begun, SaveFailed when shares are missing, and what the store raises.
     """
     slots = list(slots)
@@ -41,7 +44,7 @@ def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persis
         committer.catalog.check_head(save.generation)
         chosen = _settle(slots, save, own_rank, persister, committer.catalog)
         try:
-            _complete(slots, chosen, own_rank, persister, committer, in_doubt=chosen != save)
+            _complete(slots, chosen, own_rank, persister, committer, again, in_doubt=chosen != save)
         except Superseded:
             raise
         except (SaveFailed, CorruptData) as error:
@@ -76,7 +79,13 @@ def _is_begun(catalog: Catalog, save: SaveId) -> bool:
 
 
 def _complete(
-    slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, in_doubt: bool
+    slots: list[Slot],
+    save: SaveId,
+    own_rank: int,
+    persister: Persister,
+    committer: Committer,
+    again: bool,
+    in_doubt: bool,
 ) -> None:
     """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
     catalog, shares = committer.catalog, _shares(slots, save)
@@ -86,7 +95,7 @@ def _complete(
     for rank in sorted(stand_ins):
         if not _persist(shares[rank], save, persister, slots):
             stand_ins.remove(rank)
-    if 0 in stand_ins or (own_rank == 0 and 0 in shares):
+    if 0 in stand_ins or (0 in shares and (own_rank == 0 or again)):  # two who commit put the same
         world_size = shares[0].read_header().world_size
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
         if not in_doubt:

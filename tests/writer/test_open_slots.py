@@ -36,7 +36,8 @@ def test_what_is_in_memory_only_is_persisted_when_the_store_is_back(
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    def rescue(found: list[Slot]) -> None:
+    def rescue(found: list[Slot], again: bool) -> None:
+        assert again == bool(tried)
         tried.append(now[0])
         assert [slot.path for slot in found] == [made.path]
         if len(tried) <= num_failures:

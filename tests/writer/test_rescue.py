@@ -128,7 +128,7 @@ class Job:
             Persister(store, executor, rank, RANKS, 1e9).persist(self.hosts[rank][-1], save)
         return save
 
-    def rescue(self, known: Mapping[int, SaveId]) -> list[Exception | None]:
+    def rescue(self, known: Mapping[int, SaveId], again: bool = False) -> list[Exception | None]:
         """By the writers of these ranks, each with what its trainer knew; what they raised."""
 
         def run(rank: int) -> Exception | None:
@@ -136,7 +136,7 @@ class Job:
             try:
                 with ThreadPoolExecutor(1) as executor:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
-                    rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)))
+                    rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)), again)
             except Exception as error:
                 return error
             finally:
@@ -312,7 +312,22 @@ def test_only_an_outage_is_a_reason_to_try_again(
     writer._watchdog = SimpleNamespace(work=lambda *given: contextlib.nullcontext())
     writer._trainer = SimpleNamespace(deadline_s=60.0)
     with pytest.raises(StoreError) if again else contextlib.nullcontext():
-        WriterProcess._rescue(writer, [])  # type: ignore[arg-type]
+        WriterProcess._rescue(writer, [], again=False)  # type: ignore[arg-type]
+
+
+def test_who_stood_in_for_rank_0_commits_at_the_next_try(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the share of rank 0 is there, and its host is gone."""
+    save, commit = job.snapshot(15), Committer.commit
+
+    def fail_once(*given: object) -> None:
+        monkeypatch.setattr(Committer, "commit", commit)
+        raise StoreTimeout("away")
+
+    monkeypatch.setattr(Committer, "commit", fail_once)
+    assert [type(error) for error in job.rescue({1: save})] == [StoreTimeout]
+    assert job.rescue({1: save}, again=True) == [None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
 
 
 def test_a_second_snapshot_that_failed_is_no_failure_of_the_first(
