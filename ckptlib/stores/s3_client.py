@@ -32,7 +32,7 @@ import fsspec
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore.credentials import RefreshableCredentials
-from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from ckptlib.errors import CkptError, StoreError, StoreTimeout
 from ckptlib.stores import io_limits
@@ -360,7 +360,7 @@ def _takes(config: Mapping[str, object], sockets: Mapping[str, object]) -> bool:
         return False
     try:
         AioConfig(**{**config, **sockets})
-    except ParamValidationError:
+    except (BotoCoreError, TypeError):  # of options that somebody gave: the first request tells of them
         return False
     return True
 
@@ -368,5 +368,6 @@ def _takes(config: Mapping[str, object], sockets: Mapping[str, object]) -> bool:
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     """One whose connection ends when the server has taken nothing of what was sent for so long."""
     made = socket.socket(*address[:3])
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * io_limits.IDLE_S * _SILENCE_S))
+    with contextlib.suppress(OSError):  # a kernel that does not know it
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * io_limits.IDLE_S * _SILENCE_S))
     return made

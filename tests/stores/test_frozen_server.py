@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from botocore.exceptions import ParamValidationError
 from helpers.s3_bucket import scale_limits
 
-from ckptlib.errors import StoreTimeout
+from ckptlib.errors import StoreError, StoreTimeout
 from ckptlib.stores import io_limits, open_store, s3_client
 
 DATA = bytes(30 << 20)
@@ -50,3 +52,18 @@ def test_versions_that_do_not_ask_how_sockets_are_made(monkeypatch: pytest.Monke
     assert s3_client._config({"connector_args": {"keepalive_timeout": 5}})["connector_args"]["keepalive_timeout"] == 5
     monkeypatch.setattr(s3_client, "AioConfig", refuse)
     assert "connector_args" not in s3_client._config(None)
+
+
+def test_options_that_are_wrong_are_told_of_by_the_first_request() -> None:
+    """Each rank has opened its store by then: all of them learn of it."""
+    options = {"key": "somebody", "secret": "s3cr3t", "client": "s3fs", "config_kwargs": {"bogus": 1}}
+    with open_store("s3://bucket/run", options) as store, pytest.raises(StoreError, match="bogus"):
+        store.get("p")
+
+
+def test_a_kernel_that_does_not_know_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
+
+    monkeypatch.setattr(socket.socket, "setsockopt", refuse, raising=False)
+    s3_client._socket((socket.AF_INET, socket.SOCK_STREAM, 0)).close()
