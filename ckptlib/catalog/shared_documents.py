@@ -75,7 +75,9 @@ class SharedDocuments:
         except ObjectNotFound as error:
             found = sum(keys.parse_manifest_key(entry.key) is not None for entry in self.store.scan(keys.STEPS))
             why = f"holds no checkpoints: there is no {keys.ROOT}"
-            if found:
+            if self.opened_id is not None and not found:
+                why = _gone(keys.ROOT)
+            elif found:
                 why = f"lacks {keys.ROOT} beside {found} checkpoints; a job that saves here puts it again"
             raise CheckpointNotFound(f"{self.store.url} {why}") from error
 
@@ -106,11 +108,7 @@ class SharedDocuments:
 
     def gone(self, document: str) -> StoreError:
         """The error of a root that does not have a document any more without which it is no root, or another one."""
-        return StoreError(
-            f"{self.store.url} is not there any more: it has no {document}, which it had before. Was it moved or "
-            "removed, or is its file system not mounted? Nothing is saved there. Put it back, and the next save "
-            "succeeds; or stop the job, and start it again to begin a new root"
-        )
+        return StoreError(f"{self.store.url} {_gone(document)}")
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
@@ -340,3 +338,11 @@ def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:
 
 def _nbytes(layout: Layout) -> int:
     return len(layout.encoded)
+
+
+def _gone(document: str) -> str:
+    return (
+        f"is not there any more: it has no {document}, which it had before. Was it moved or removed, or is its file "
+        "system not mounted? Nothing is saved there. Put it back, and the next save succeeds; or stop the job, and "
+        "start it again to begin a new root"
+    )

@@ -67,6 +67,18 @@ def test_a_step_is_committed_without_the_document_of_its_root(store: Store, cata
     assert Catalog(store).root() == catalog.root(), "who has read it puts its copy"
 
 
+def test_a_root_that_was_there_is_not_called_one_that_never_was(store: Store, catalog: Catalog) -> None:
+    """As where another bucket has its name: who opened it, as a job's writer that has yet to read it, is told so."""
+    writer, other = Catalog(store), Catalog(store)
+    writer.shared.opened_id = catalog.root().id
+    store.delete(keys.ROOT, keys.copy_key(keys.ROOT))
+    for who in (writer, catalog):
+        with pytest.raises(CheckpointNotFound, match=r"is not there any more: it has no ckptlib\.json, which it had"):
+            who.root()
+    with pytest.raises(CheckpointNotFound, match=r"holds no checkpoints: there is no ckptlib\.json"):
+        other.root()
+
+
 def test_a_newer_document_of_the_root_is_not_passed_over(store: Store, catalog: Catalog) -> None:
     make_save(catalog, make_generation(catalog), 10, state(10))
     replace_object(store, keys.ROOT, of_version(store.get(keys.ROOT), 3))
