@@ -300,6 +300,7 @@ def test_what_is_wrong_is_said_at_construction(tmp_path: Path) -> None:
         job.checkpointer(init_only="model")
     made = tmp_path / "made"
     ckptlib.save(made, {"x": torch.ones(2)}, 1)
+    shutil.rmtree(job.root)  # behind a writer that has yet to end, a job is not the first of its root
     with pytest.raises(CheckpointNotFound, match="7"):
         job.checkpointer(init_from=ckptlib.Init(made, step=7))
 
