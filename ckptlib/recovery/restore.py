@@ -31,7 +31,7 @@ from ckptlib.errors import (
     ObjectUnreadable,
 )
 from ckptlib.events import Restored
-from ckptlib.format import values
+from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.part import Part as SavedPart
 from ckptlib.loading.committed import resolve_manifest
@@ -325,9 +325,9 @@ def _check_there(session: Session) -> None:
         together(session.group, "reading from the store", lambda: session.group.rank == 0 and session.catalog.root())
     except CheckpointNotFound as error:
         raise CheckpointNotFound(
-            f"{error}, and it was there when the Checkpointer was made. Was it moved or removed, or is its file system "
-            "not mounted any more? Nothing was restored. Put it back, and start the job again. To begin anew, start it "
-            "again as it is"
+            f"{session.catalog.store.url} has no {keys.ROOT}, and it was there when the Checkpointer was made. Was it "
+            "moved or removed, or is its file system not mounted any more? Nothing was restored. Put it back, and "
+            "start the job again. To begin anew, start it again as it is"
         ) from error
 
 
