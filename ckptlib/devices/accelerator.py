@@ -24,13 +24,13 @@ def device_of(tensor: torch.Tensor) -> torch.device | None:
 
 def available() -> torch.device | None:
     """The accelerator that new tensors of this process belong on; None where there is none."""
-    found = torch.accelerator.current_accelerator()
-    return found if found is not None and torch.accelerator.is_available() else None
+    # asked first: torch 2.6 raises where it was built for one that is not there
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def is_chosen(device: torch.device) -> bool:
     """Whether it is the one of its type that this thread works on; also where there is no choice."""
-    found = torch.accelerator.current_accelerator()
+    found = available()
     if found is None or found.type != device.type:
         return True
     module = torch.get_device_module(device)
@@ -40,7 +40,7 @@ def is_chosen(device: torch.device) -> bool:
 @lru_cache(maxsize=16)
 def has_streams(device: torch.device) -> bool:
     """Whether work on a device can be put beside other work; on Apple's GPUs it cannot."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = available()
     if accelerator is None or accelerator.type != device.type:
         return False
     try:

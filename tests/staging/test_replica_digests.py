@@ -285,6 +285,7 @@ def test_digests_of_views_and_odd_places() -> None:
     assert int(digest_there(table.t())) == int(digest_there(table.t().contiguous()))
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="before torch 2.8")
 def test_digests_of_what_torch_does_not_transpose() -> None:
     """It has no kernel for float4 matrices of 60 x 60 and more."""
     raw = torch.randint(0, 256, (90, 80), dtype=torch.uint8)

@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD": lambda p: optim.ASGD(p, lr=0.1, t0=2),
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "Rprop": lambda p: optim.Rprop(p, lr=0.01),
-    "Muon": lambda p: optim.Muon(matrices(p), lr=0.1),
+    **({"Muon": lambda p: optim.Muon(matrices(p), lr=0.1)} if hasattr(optim, "Muon") else {}),  # torch 2.9
     "LBFGS": lambda p: optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
     "LBFGS wolfe": lambda p: optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
 }
