@@ -99,8 +99,10 @@ def resizes(module: nn.Module, attribute: str, shapes: Mapping[str, tuple[int, .
 
 
 def _copy_of(module: nn.Module) -> Any:
-    """With copies of its tensors, and such copies of the modules in it: a loader may put others in their place."""
+    """With copies of its tensors, and such copies of the modules in it: a loader may put others in their place. Hooks
+    are left out: they may hold the module itself, and change that."""
     made: Any = copy.copy(module)
+    made._load_state_dict_pre_hooks, made._load_state_dict_post_hooks = {}, {}
     for kind in ("_parameters", "_buffers"):
         own = getattr(module, kind).items()
         setattr(made, kind, {name: None if held is None else held.detach().clone() for name, held in own})

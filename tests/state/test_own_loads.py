@@ -268,6 +268,29 @@ def test_nothing_inside_has_changed_either(root: Root) -> None:
     assert same_modules(target, before)
 
 
+class Hooked(Book):
+    """Makes its weight anew in a hook, which holds the module."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.weight = nn.Parameter(torch.full((2,), float(num)))
+        self.register_load_state_dict_pre_hook(lambda module, state, *rest: self._begin(state["weight"]))
+
+    def _begin(self, saved: torch.Tensor) -> None:
+        self.weight = nn.Parameter(torch.zeros_like(saved))
+
+
+def test_hooks_are_not_run_to_ask_for_the_size(root: Root) -> None:
+    """Once a hook put a new parameter into the module before all was read: that was never filled, and trained alone."""
+    root.save({"m": Hooked(3)})
+    target = Hooked(1)
+    weight = target.weight
+    root.load({"m": target})
+    assert target.weight is weight
+    assert weight.tolist() == [3.0, 3.0]
+    assert same_modules(target, Hooked(3))
+
+
 class Strict(Book):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.codes.copy_(state[f"{prefix}codes"])
