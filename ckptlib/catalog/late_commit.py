@@ -17,7 +17,7 @@ from __future__ import annotations
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.catalog.uses import times_of
+from ckptlib.catalog.uses import TAKEN_BACK, times_of
 from ckptlib.errors import SaveFailed
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
@@ -54,8 +54,8 @@ def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, li
 
 
 def take_back(catalog: Catalog, save: SaveId) -> None:
-    """Its trash record says nothing of what it uses: nobody may rely on that."""
-    put_new(catalog.store, save.trash_key, TrashRecord(save, "committed too late").encode())
+    """Its trash record keeps neither its packs nor those that it uses: nobody may rely on that."""
+    put_new(catalog.store, save.trash_key, TrashRecord(save, TAKEN_BACK).encode())
     catalog.store.delete(save.manifest_key)
 
 

@@ -30,6 +30,8 @@ from ckptlib.policy.keep import EARLY_S
 UNREADABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that concern one document."""
 
+TAKEN_BACK = "committed too late"
+"""The reason in the trash record of a step that was taken back: a sweep may have deleted its packs before that."""
 
 Needed = Mapping[PackSet, "frozenset[int] | None"]
 """Of sets of packs: the ranks whose packs of it are needed; None: all."""
@@ -171,7 +173,7 @@ def _cover_by_trash(catalog: Catalog, left: dict[PackSet, frozenset[int]], found
         if entry.modified < now - EARLY_S and not catalog.parts(save):
             continue
         record = _record_there(catalog, save)
-        if record is not None:
+        if record is not None and record.reason != TAKEN_BACK:
             _cover(left, found, {**record.uses, **_own(save, record.created)}, record.users)
 
 

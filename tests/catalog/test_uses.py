@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.uses import add_needed, is_needed, needed_by, record_of, times_of
@@ -169,6 +170,17 @@ def test_a_step_whose_own_manifest_is_damaged_keeps_its_packs(job: SmallJob) -> 
     first, _ = saves(job)
     replace_object(job.store, first.manifest_key, b"torn")
     assert times_of(catalog_of(job), NEW, by_all([PackSet(first)])) == {PackSet(first): 0.0}
+
+
+def test_the_record_of_a_step_that_was_taken_back_keeps_nothing(job: SmallJob) -> None:
+    """A sweep may have deleted its packs before: that of a dropped step is put before any of them goes."""
+    _, second = saves(job)
+    dropped, taken_back = record_of(catalog_of(job), second, "dropped").encode(), [PackSet(second)]
+    take_back(catalog_of(job), second)
+    with pytest.raises(SaveFailed, match=f"packs of {second}, which no committed step uses any more"):
+        times_of(catalog_of(job), NEW, by_all(taken_back))
+    replace_object(job.store, second.trash_key, dropped)
+    assert times_of(catalog_of(job), NEW, by_all(taken_back))
 
 
 def test_a_damaged_manifest_keeps_whatever_it_used(job: SmallJob) -> None:
