@@ -137,9 +137,15 @@ class Committer:
         return found
 
     def commit_when_whole(
-        self, save: SaveId, world_size: int, seconds_left: Callable[[], float], usual_s: float = 0.0
+        self,
+        save: SaveId,
+        world_size: int,
+        seconds_left: Callable[[], float],
+        usual_s: float = 0.0,
+        despite_failures: bool = False,
     ) -> Manifest:
         """Waits for a part of every rank, then commits. `usual_s`: what this rank took for its own share.
+        `despite_failures`: that ranks have published some is no reason to give up early.
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
@@ -148,10 +154,14 @@ class Committer:
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
-            names, missing = _find_parts(self.catalog, save, world_size)
+            found = self.catalog.parts(save)
+            if not despite_failures:
+                _raise_failure(self.catalog, save, found)
+            names, missing = choose_parts(found, world_size)
             if not missing:
                 return self.commit(save, names, elapsed)
             if seconds_left() <= 0:
+                _raise_failure(self.catalog, save, found)
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
             if time.monotonic() >= next_check:

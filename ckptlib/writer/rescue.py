@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, choose_parts, raise_if_failed
+from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.header import SlotHeader
@@ -98,20 +98,13 @@ def _complete(
     if 0 in stand_ins or (0 in shares and (own_rank == 0 or again)):  # two who commit put the same
         world_size = shares[0].read_header().world_size
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        if not in_doubt:
-            _await_shares(catalog, save, world_size, deadline)
-        manifest = committer.commit_when_whole(save, world_size, lambda: deadline - time.monotonic())
+        # Of what all ranks held, a second snapshot may have been under way as the job died, and its failure published.
+        manifest = committer.commit_when_whole(
+            save, world_size, lambda: deadline - time.monotonic(), despite_failures=not in_doubt
+        )
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
     elif in_doubt:
         _await_commit(catalog, save)
-
-
-def _await_shares(catalog: Catalog, save: SaveId, world_size: int, deadline: float) -> None:
-    """Returns when a share of every rank is there, or it is too late. That ranks have published failures is no reason
-    to give up what all of them held: a second snapshot of that step may have been under way as the job died.
-    """
-    while choose_parts(catalog.parts(save), world_size)[1] and time.monotonic() < deadline:
-        time.sleep(POLL_S)
 
 
 def _await_commit(catalog: Catalog, save: SaveId) -> None:

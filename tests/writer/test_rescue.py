@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
 
+from ckptlib.catalog import commit as commit_module
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreError, StoreFull, StoreTimeout, Superseded
@@ -348,7 +349,29 @@ def test_a_second_snapshot_that_failed_is_no_failure_of_the_first(
             with ThreadPoolExecutor(1) as executor:
                 Persister(store, executor, 1, RANKS, 1e9).persist(late.pop(), save)
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
+    faked = SimpleNamespace(monotonic=clock.monotonic, sleep=sleep)
+    monkeypatch.setattr(module, "time", faked)
+    monkeypatch.setattr(commit_module, "time", faked)
     assert job.rescue({0: save}) == [None]
     assert job.catalog.visible() == [save]
     job.check(save)
+
+
+def test_a_job_that_begins_while_shares_are_waited_for_ends_the_rescue(
+    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer holds the memory of the slots, which that job has unlinked, until then."""
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
+    save, ids = job.snapshot(15), set(job.catalog.generation_ids())
+    for slots in job.hosts.values():
+        del slots[1]
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if clock.monotonic() > module.SHARES_TIMEOUT_S + 10 and {*job.catalog.generation_ids()} == ids:
+            make_generation(job.catalog, number=2)
+
+    faked = SimpleNamespace(monotonic=clock.monotonic, sleep=sleep)
+    monkeypatch.setattr(module, "time", faked)
+    monkeypatch.setattr(commit_module, "time", faked)
+    assert [type(error) for error in job.rescue({0: save})] == [Superseded]
