@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptlib.errors import CorruptData, FormatError
@@ -104,6 +104,10 @@ class OtherSlots:
         for path in self._locks():
             if not self._is_later(path):
                 writer_lock.reclaim(path)
+        for path in (path for directory in self.directories for path in self._others_in(directory)):
+            if not self._is_later(path) and _is_unmade(path):
+                with suppress(OSError):  # of a directory that cannot be written to; nothing is lost by it
+                    path.unlink()
         with self.opened() as slots:
             left_behind = [
                 slot
@@ -174,6 +178,17 @@ class OtherSlots:
         if path not in self._left_alone:
             self._left_alone.add(path)
             log.warning("%s", text)
+
+
+def _is_unmade(path: Path) -> bool:
+    """Whether it is a file of this user without a byte: who made it was killed before it had any. Who lives yet finds
+    that its slot is lost, and makes another."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+    return is_own and found.st_size == 0
 
 
 def _is_gone(path: Path) -> bool:

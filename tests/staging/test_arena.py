@@ -332,6 +332,16 @@ def test_what_was_planted_is_neither_followed_nor_deleted(tmp_path: Path) -> Non
     assert victim.read_bytes() == writable.read_bytes() == b"precious" * PAGE_BYTES
 
 
+@pytest.mark.parametrize(("number", "stays"), [(GENERATION.number - 1, False), (GENERATION.number + 1, True)])
+def test_a_slot_whose_maker_was_killed_before_its_first_byte_goes(tmp_path: Path, number: int, stays: bool) -> None:
+    path = tmp_path / f"ckptlib-{ROOT_ID[:16]}-{number:06d}-00000001-{'0' * 16}{SUFFIX}"
+    path.touch(0o600)
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert arena.others.reclaim() == []
+    assert path.exists() is stays
+    arena.close(unlink=True)
+
+
 def test_a_link_planted_under_a_new_name_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
