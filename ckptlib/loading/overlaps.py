@@ -120,10 +120,15 @@ def _extent(piece: torch.Tensor) -> int:
     return (sum(step * (size - 1) for step, size in zip(piece.stride(), piece.shape, strict=True)) + 1) * piece.itemsize
 
 
+def _is_dense(piece: torch.Tensor) -> bool:
+    """Whether its elements fill its span, each in a place of its own."""
+    return piece.permute(sorted(range(piece.dim()), key=piece.stride, reverse=True)).is_contiguous()
+
+
 def _share(wants: Sequence[TensorWant], spans: Sequence[Span]) -> bool:
     """Whether any two of these have an element in one place; columns of one matrix, for one, have not."""
     pieces = [wants[span.want].pieces[span.piece][1] for span in spans]
-    dense = [span for span, piece in zip(spans, pieces, strict=True) if span.end - span.begin == piece.nbytes]
+    dense = [span for span, piece in zip(spans, pieces, strict=True) if _is_dense(piece)]
     if any(later.begin < earlier.end for earlier, later in pairwise(dense)):
         return True
     first = spans[0].begin

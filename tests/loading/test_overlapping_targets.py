@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.registry import close_sessions
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from onerank import Root, opened
 
@@ -98,6 +98,9 @@ PIECE = st.tuples(
 
 
 @given(drawn=st.lists(PIECE, min_size=2, max_size=4))
+@example(
+    drawn=[(1, [(3, 2), (3, 2)], False), (2, [], False)]
+)  # as many elements as its span has places, in every other
 def test_those_that_share(drawn: list[Any]) -> None:
     """All that share an element are set apart; nothing is where no two do."""
     base, places, wants = torch.zeros(100, dtype=torch.int32), [], []
