@@ -28,10 +28,16 @@ def available() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+def _accelerator_of(device: torch.device) -> torch.device | None:
+    """The accelerator, if `device` is of its type. For the host's nothing is asked: that could begin a driver."""
+    found = None if device.type == "cpu" else available()
+    return found if found is not None and found.type == device.type else None
+
+
 def is_chosen(device: torch.device) -> bool:
     """Whether it is the one of its type that this thread works on; also where there is no choice."""
-    found = available()
-    if found is None or found.type != device.type:
+    found = _accelerator_of(device)
+    if found is None:
         return True
     module = torch.get_device_module(device)
     return module.device_count() < 2 or bool(module.current_device() == device.index)
@@ -40,8 +46,7 @@ def is_chosen(device: torch.device) -> bool:
 @lru_cache(maxsize=16)
 def has_streams(device: torch.device) -> bool:
     """Whether work on a device can be put beside other work; on Apple's GPUs it cannot."""
-    accelerator = available()
-    if accelerator is None or accelerator.type != device.type:
+    if _accelerator_of(device) is None:
         return False
     try:
         torch.Stream(device)

@@ -84,7 +84,7 @@ class Slot(ReadableSlot):
             return cls(path, fd, nbytes, writable=True)
         except OSError as error:
             os.close(fd)
-            path.unlink()
+            path.unlink(missing_ok=True)  # a later job may have removed it, as one that was never filled
             free = os.statvfs(directory)
             raise NoRoom(
                 f"{directory} has no room for a slot of {nbytes:,} bytes ({free.f_bavail * free.f_frsize:,} free): "
