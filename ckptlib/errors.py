@@ -124,7 +124,7 @@ class SaveFailed(CkptError):
 
 
 class Superseded(SaveFailed):
-    """A newer generation of the job owns the root; this one may no longer commit or delete."""
+    """A newer generation of the job owns the root; this one may no longer delete, nor commit what that left behind."""
 
 
 class StateChanged(SaveFailed):

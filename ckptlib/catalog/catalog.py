@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptlib.catalog.history import (
+    check_goes_on,
     check_head,
     check_known,
     history,
@@ -387,3 +388,8 @@ class Catalog:
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""
         check_head(generation, self.generation_ids(), self.store.url)
+
+    def check_goes_on(self, save: SaveId) -> None:
+        """Raises Superseded when a newer generation has put its record, and the newest does not go on from this save,
+        or one behind it: it may not be committed any more."""
+        check_goes_on(save, self.generation_ids(), self.generation, self.store.url)

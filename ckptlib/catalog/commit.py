@@ -18,7 +18,7 @@ from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.late_commit import stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
-from ckptlib.catalog.rights import check_may_change, is_recorded
+from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import times_of
@@ -82,7 +82,7 @@ class Committer:
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
         catalog.shared.check_there()
-        check_may_change(catalog, save.generation)
+        check_may_commit(catalog, save)
         catalog.shared.put_copies(manifest.layouts)
         is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
         stay_or_take_back(catalog, manifest, elapsed, live, is_own)
@@ -165,7 +165,7 @@ class Committer:
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
             if time.monotonic() >= next_check:
-                check_may_change(self.catalog, save.generation)
+                check_may_commit(self.catalog, save)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 

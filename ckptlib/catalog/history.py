@@ -186,3 +186,26 @@ def check_head(generation: GenerationId, ids: Iterable[GenerationId], url: str) 
             f"{url}: generation {generation} may no longer save: {newest} has begun. Two jobs use one "
             "root; stop one of them, or give each a root of its own"
         )
+
+
+def last_step(generation: GenerationId, ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]) -> int:
+    """Of a generation: the last step that is on the history of the newest of `ids`, whether that has committed or not;
+    -1 where there is none, or where a record on the way cannot be read. The newest itself may come to any step."""
+    at, limit = max([generation, *ids]), keys.MAX_STEP
+    while at > generation:
+        try:
+            origin = read(at).resumed_from
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
+            return -1
+        if origin is None or origin.generation >= at:
+            return -1
+        at, limit = origin.generation, min(limit, origin.step)
+    return limit if at == generation else -1
+
+
+def check_goes_on(
+    save: SaveId, ids: Collection[GenerationId], read: Callable[[GenerationId], Generation], url: str
+) -> None:
+    """Raises Superseded where one of `ids` is newer, and the newest does not go on from this save, or one behind it."""
+    if save.step > last_step(save.generation, ids, read):
+        check_head(save.generation, ids, url)

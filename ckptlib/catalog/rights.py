@@ -1,5 +1,9 @@
 """Whether a generation may change its root: no newer one has begun, and this one began there. No torch.
 
+Where a newer one has begun, a step that it goes on from may be committed all the same. It may have been restored from
+memory alone, which is lost with its hosts; and as long as the newer one dies before it has saved it again, nobody else
+commits it. It is on the history of the newer one, whoever commits it, and when.
+
 A root may be moved away or removed while a job, or the writer that a killed job left behind, still saves to it; and a
 new one may be made in its place. Each job puts the record of its generation before its first step, so a root without
 that record is another one, unless the record was lost.
@@ -11,10 +15,10 @@ import logging
 from collections.abc import Collection
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.history import check_head
+from ckptlib.catalog.history import check_goes_on, check_head
 from ckptlib.errors import Superseded
 from ckptlib.format import keys
-from ckptlib.format.keys import GenerationId
+from ckptlib.format.keys import GenerationId, SaveId
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +26,20 @@ log = logging.getLogger(__name__)
 def check_may_change(catalog: Catalog, generation: GenerationId) -> None:
     """Raises Superseded for a newer generation, and for another root in the place of this one; StoreError where nobody
     has begun to save in that place. Puts the generation's own record again where that alone is lost."""
-    url, ids = catalog.store.url, catalog.generation_ids()
-    check_head(generation, ids, url)
+    ids = catalog.generation_ids()
+    check_head(generation, ids, catalog.store.url)
+    _check_began(catalog, generation, ids)
+
+
+def check_may_commit(catalog: Catalog, save: SaveId) -> None:
+    """As `check_may_change`, but not for a newer generation that goes on from this save, or from one behind it."""
+    ids = catalog.generation_ids()
+    check_goes_on(save, ids, catalog.generation, catalog.store.url)
+    _check_began(catalog, save.generation, ids)
+
+
+def _check_began(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> None:
+    url = catalog.store.url
     if _is_recorded(catalog, generation, ids):
         return
     if catalog.shared.is_same_root():

@@ -140,8 +140,9 @@ class Lineage:
     def begin(self, writer: Writer, step: int) -> None:
         """Before its first snapshot, of `step`: the writers are told, and rank 0's puts this generation's record.
 
-        That is before anything of this generation can be committed; from then on older ones may not commit. Nothing is
-        waited for. Does nothing where it has begun, unless its record could not be put.
+        That is before anything of this generation can be committed; from then on older ones may commit nothing but what
+        this one goes on from. Nothing is waited for. Does nothing where it has begun, unless its record could not be
+        put.
         """
         if self.began and not self._again:
             return

@@ -79,3 +79,22 @@ def _header(slot: Slot) -> SlotHeader | None:
         return slot.read_header()
     except CkptError:  # never written to, or being written
         return None
+
+
+def is_taken_up(path: Path) -> bool:
+    """Whether a process on this host uses a slot beside this one that a later generation of its root has made."""
+    own = writer_lock.generation_of(path)
+    root, *_ = own.rsplit("-", 2)
+    later = (other for other in path.parent.glob(f"{root}-*{SUFFIX}") if writer_lock.generation_of(other) > own)
+    return any(map(_is_in_use, later))
+
+
+def _is_in_use(path: Path) -> bool:
+    try:
+        slot = Slot.open(path)
+    except CkptError:
+        return False
+    try:
+        return not slot.abandoned()
+    finally:
+        slot.close()

@@ -1,6 +1,6 @@
 """The record of a job's generation, as rank 0's writer puts it: before anything of this generation can be committed.
 
-From then on older generations may not commit. No torch.
+From then on older generations may commit nothing but what this one goes on from. No torch.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.open_slots import OpenSlots
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.requests import NotedStore, Request, Requests
-from ckptlib.writer.rescue import rescue
+from ckptlib.writer.rescue import left_of, rescue
 from ckptlib.writer.tier import Tier
 from ckptlib.writer.told_warnings import ALREADY_TOLD, ToldWarnings
 from ckptlib.writer.trainer import Trainer
@@ -144,13 +144,14 @@ class WriterProcess:
         """`again`: a try before this one failed. Raises StoreError where the store fails, which may pass; not where it
         is full."""
         assert self._held is not None
+        save = left_of(slots, self._held)
         try:
-            with self._watchdog.work("rescue", self._held, time.monotonic() + self._trainer.deadline_s):
-                rescue(slots, self._held, self._rank, self._direct, self._commits.committer, again)
+            with self._watchdog.work("rescue", save, time.monotonic() + self._trainer.deadline_s):
+                rescue(slots, save, self._rank, self._direct, self._commits.committer, again)
         except (CkptError, OSError, ValueError) as error:
             if isinstance(error, StoreError) and not isinstance(error, StoreFull):
                 raise
-            log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
+            log.warning("step %d stays in memory only: %s", save.step, describe(error))
 
     def _take(self, message: Message) -> None:
         """Carries out an order, or queues it."""

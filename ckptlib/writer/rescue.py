@@ -1,4 +1,5 @@
-"""An orphaned writer persists a snapshot that is in memory only, when no job comes to go on from it.
+"""An orphaned writer persists a snapshot that is in memory only, when no job comes to go on from it, or each that does
+is gone before it holds a snapshot of its own.
 
 Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. The
 writer that has put rank 0's share commits. It is a save like any other: it exists when its manifest does.
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
+from ckptlib.catalog.history import last_step
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.header import SlotHeader
@@ -28,6 +30,16 @@ COMMIT_TIMEOUT_S = 300.0
 POLL_S = 0.5
 
 
+def left_of(slots: Sequence[Slot], held: SaveId) -> SaveId:
+    """Of a snapshot that all ranks held, and newer ones, the one that is to be persisted.
+
+    That is the newest where the one that they held is gone: a job has removed it that restored a newer one, which was
+    whole, and nothing else of it is left.
+    """
+    newer = [header.save for header, _ in _ready(slots) if header.save > held]
+    return held if _shares(slots, held) else max(newer, default=held)
+
+
 def rescue(
     slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, again: bool = False
 ) -> None:
@@ -37,29 +49,34 @@ def rescue(
     they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
     for all. A damaged slot counts for nothing: a share may be whole in another writer's. `again`: a try before this one
     failed, which may have put the share of rank 0 in its place, and not come to commit. Raises Superseded when a newer
-    generation has begun, SaveFailed when shares are missing, and what the store raises.
+    generation has begun that does not go on from `save`, SaveFailed when shares are missing, and what the store raises.
     """
-    slots = list(slots)
+    slots, catalog = list(slots), committer.catalog
+    catalog.check_goes_on(save)
+    if any(other.generation > save.generation for other in catalog.steps(save).saves):
+        return  # a job that went on from it has saved it again, or a later step
     while True:
-        committer.catalog.check_head(save.generation)
-        chosen = _settle(slots, save, own_rank, persister, committer.catalog)
+        catalog.check_goes_on(save)
+        chosen = _settle(slots, save, own_rank, persister, catalog)
         try:
             _complete(slots, chosen, own_rank, persister, committer, again, in_doubt=chosen != save)
         except Superseded:
-            raise
+            if chosen == save:
+                raise  # else a job may have begun meanwhile that goes on from `save`
         except (SaveFailed, CorruptData) as error:
             if chosen == save:
                 raise
             log.warning("step %d is not whole in memory, so step %d is persisted: %s", chosen.step, save.step, error)
-            put_failure(committer.catalog.store, chosen, 0, str(error))
+            put_failure(catalog.store, chosen, 0, str(error))
         else:
             return
 
 
 def _settle(slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
-    """The newest snapshot that any rank has put a share of by now, and none has given up; or `save`. This rank's own is
-    put, too; a slot that proves damaged leaves `slots`."""
-    newer = sorted({header.save for header, _ in _ready(slots) if header.save > save})
+    """The newest snapshot that any rank has put a share of by now, and none has given up, nor a job left behind; or
+    `save`. This rank's own is put, too; a slot that proves damaged leaves `slots`."""
+    last = last_step(save.generation, catalog.generation_ids(), catalog.generation)
+    newer = sorted({header.save for header, _ in _ready(slots) if save < header.save and header.save.step <= last})
     deadline, chosen = time.monotonic() + SHARES_TIMEOUT_S, save
     while True:
         own = _shares(slots, chosen).get(own_rank)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.catalog.history import history, newest, newest_first
+from ckptlib.catalog.history import check_goes_on, history, last_step, newest, newest_first
+from ckptlib.errors import ObjectNotFound, Superseded
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
@@ -116,3 +120,29 @@ def test_what_few_records_tell_is_what_all_of_them_do(
         later = [record for record in records.values() if record.id > head]
         origin_of_head = records[head].resumed_from if head in records else None
         assert head not in records or any(record.rewind for record in later) or origin_of_head is not None
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.tuples(st.integers(1, 6), st.integers(0, 20)), st.booleans()), max_size=6),
+    st.integers(1, 6),
+    st.integers(0, 20),
+)
+def test_what_may_yet_be_committed_is_on_the_history_of_the_newest_generation(
+    story: list[tuple[tuple[int, int] | None, bool]], number: int, step: int
+) -> None:
+    """As if that had committed. Where a record is lost, no older generation may."""
+    records = {}
+    for one, (origin, rewind) in enumerate(story, 1):
+        resumed = None if origin is None or origin[0] >= one else SaveId(origin[1], generation_id(origin[0]))
+        rewinds = rewind and resumed is not None
+        records[generation_id(one)] = Generation(generation_id(one), 1, resumed, 0.0, {}, "here", rewind=rewinds)
+    save, last = SaveId(step, generation_id(number)), SaveId(10**6, max(records, default=generation_id(number)))
+    may = step <= last_step(save.generation, [*records], records.__getitem__)
+    assert may == (save in history({save, last}, records) or save.generation > last.generation)
+    with nullcontext() if may else pytest.raises(Superseded, match="Two jobs use one root"):
+        check_goes_on(save, [*records], records.__getitem__, "here")
+
+    def lost(generation: GenerationId) -> Generation:
+        raise ObjectNotFound(f"{generation} is gone, as planned")
+
+    assert (last_step(save.generation, [*records], lost) < 0) == (save.generation < last.generation)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -232,5 +233,30 @@ def test_a_job_that_lives_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCa
         assert job.join() == 0
         job.join_writers()
         assert crash_oracle.slots_of(root) == []
+    finally:
+        crash_jobs.end_all(root)
+
+
+@pytest.mark.slow
+def test_what_the_next_job_restores_from_memory_and_does_not_live_to_save_is_committed(tmp_path: Path) -> None:
+    """A job that crashes again and again, until its hosts are given back. Its last snapshot was whole all the time."""
+    root, peers = tmp_path / "root", ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=30))
+    try:
+        (first,) = crash_jobs.start(left_jobs.die_held, tmp_path, url=str(root), steps=3, peers=peers)
+        assert first.join() == -signal.SIGKILL
+        held = first.told()[-1]["held"]
+        for _ in range(2):
+            (second,) = crash_jobs.start(left_jobs.die_restored, tmp_path, url=str(root), peers=peers)
+            assert second.join() == -signal.SIGKILL
+            assert second.told()[-1]["recorded"]
+            assert second.told()[-1]["step"] >= 3
+        assert crash_oracle.read_root(root) == []
+        first.join_writers()
+        (step,) = crash_oracle.read_root(root)
+        assert (step.generation, step.number >= held) == (1, True)
+        state = crash_jobs.State(crash_jobs.NUMEL)
+        with ckptlib.Checkpointer(root, state.mapping, every=10**6) as ckpt:
+            assert ckpt.restore().step == step.number
+            assert torch.equal(state.weights[0].detach(), crash_jobs.pattern(3, crash_jobs.NUMEL))
     finally:
         crash_jobs.end_all(root)

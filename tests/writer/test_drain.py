@@ -357,6 +357,14 @@ def test_a_superseded_job_drains_nothing(direct: Direct) -> None:
     assert not [*direct.bench.root.glob("packs/*/*")]
 
 
+def test_what_the_newest_job_goes_on_from_is_drained(direct: Direct) -> None:
+    """It has restored it from the local disk, and may not live to save it again."""
+    part = direct.saved(1)
+    direct.bucket.put_generation(Generation(GenerationId(2, "00000002"), 1, part.save, 0.0, {}, "there"))
+    assert direct.drain.copy(part.save) > 0
+    assert [*direct.bench.root.glob("packs/*/*")]
+
+
 def test_a_copy_that_takes_longer_than_a_save_may_is_given_up(direct: Direct) -> None:
     """What lies in a bucket for so long may be swept, and a commit could come between."""
     part = direct.saved(1)

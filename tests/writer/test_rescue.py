@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
+from support import ROOT_ID, layout_of, make_generation, make_root, make_save, read_save, shards_of
 
 from ckptlib.catalog import commit as commit_module
 from ckptlib.catalog.catalog import Catalog
@@ -31,7 +31,7 @@ from ckptlib.writer import process
 from ckptlib.writer import rescue as module
 from ckptlib.writer.persist import Persister, put_failure
 from ckptlib.writer.process import WriterProcess
-from ckptlib.writer.rescue import rescue
+from ckptlib.writer.rescue import left_of, rescue
 
 RANKS = 2
 
@@ -197,6 +197,87 @@ def test_a_newer_generation_is_left_alone(job: Job) -> None:
     make_generation(job.catalog, number=2)
     assert [type(error) for error in job.rescue({0: save, 1: save})] == [Superseded, Superseded]
     assert not list(job.catalog.store.scan("parts/"))
+
+
+@pytest.mark.parametrize(
+    "story",
+    [[(1, 15)], [(1, 16)], [(1, 15), (2, 15)], [(1, 15), (2, 17)], [(1, 14), (1, 15)], [None, (1, 15)]],
+    ids=str,
+)
+def test_what_the_newest_generation_goes_on_from_is_committed(job: Job, story: list[tuple[int, int] | None]) -> None:
+    """It has restored it from memory, and died before it had saved it again; each of these did, or went elsewhere."""
+    save, generations = job.snapshot(15), [job.generation]
+    for number, origin in enumerate(story, 2):
+        resumed = None if origin is None else SaveId(origin[1], generations[origin[0] - 1])
+        generations.append(make_generation(job.catalog, number, resumed))
+    assert job.rescue({0: save, 1: save}) == [None, None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
+
+
+@pytest.mark.parametrize(
+    "story", [[(1, 14)], [(1, 15), (2, 14)], [(1, 15), (1, 14)], [(1, 15), None], [(2, 15)]], ids=str
+)
+def test_what_the_newest_generation_left_behind_is_left_alone(job: Job, story: list[tuple[int, int] | None]) -> None:
+    save, generations = job.snapshot(15), [job.generation, GenerationId(2, f"{2:08x}")]
+    for number, origin in enumerate(story, 2):
+        resumed = None if origin is None else SaveId(origin[1], generations[origin[0] - 1])
+        generations[number - 1 :] = [make_generation(job.catalog, number, resumed)]
+    assert [type(error) for error in job.rescue({0: save, 1: save})] == [Superseded, Superseded]
+    assert not list(job.catalog.store.scan("parts/"))
+
+
+@pytest.mark.parametrize("step", [15, 18])
+def test_what_a_newer_generation_has_saved_again_is_not_put_once_more(job: Job, step: int) -> None:
+    save = job.snapshot(15)
+    generation = make_generation(job.catalog, 2, save)
+    again = make_save(job.catalog, generation, step, tensors(step))
+    assert job.rescue({0: save, 1: save}) == [None, None]
+    assert job.catalog.visible() == [again]
+    assert not list(job.catalog.store.scan(f"parts/{save}"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_job_that_goes_on_from_what_all_held_leaves_behind_what_was_under_way(
+    job: Job, late: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`late`: it begins while the writers go along with the share that is there."""
+    save = job.snapshot(15)
+    newer = job.begun(16, 0)
+
+    def begin() -> None:
+        if len(job.catalog.generation_ids()) == 1:
+            make_generation(job.catalog, 2, save)
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if clock.monotonic() > module.SHARES_TIMEOUT_S / 2:
+            begin()
+
+    if late:
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
+    else:
+        begin()
+    assert job.rescue({0: save, 1: save}) == [None, None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
+    assert not job.catalog.is_committed(newer)
+
+
+def test_what_a_job_has_restored_counts_where_it_has_removed_what_all_held(job: Job) -> None:
+    """The last word of the trainers may not have come, so the writers know of the step before alone."""
+    held, newer = job.snapshot(15), job.snapshot(16)
+    for slots in job.hosts.values():
+        assert left_of(slots, held) == held
+        for slot in slots[:RANKS]:
+            slot.unlink()
+            slot.empty()
+    make_generation(job.catalog, 2, newer)
+    known = {rank: left_of(slots, held) for rank, slots in job.hosts.items()}
+    assert {*known.values()} == {newer}
+    assert job.rescue(known) == [None, None]
+    assert job.catalog.visible() == [newer]
+    job.check(newer)
 
 
 def test_a_share_that_is_nowhere_is_no_step(job: Job) -> None:
