@@ -144,10 +144,10 @@ class WriterProcess:
         """`again`: a try before this one failed. Raises StoreError where the store fails, which may pass; not where it
         is full."""
         assert self._held is not None
-        save = left_of(slots, self._held)
+        save, deadline = left_of(slots, self._held), time.monotonic() + self._trainer.deadline_s
         try:
-            with self._watchdog.work("rescue", save, time.monotonic() + self._trainer.deadline_s):
-                rescue(slots, save, self._rank, self._direct, self._commits.committer, again)
+            with self._watchdog.work("rescue", save, deadline):
+                rescue(slots, save, self._rank, self._direct, self._commits.committer, deadline, again)
         except (CkptError, OSError, ValueError) as error:
             if isinstance(error, StoreError) and not isinstance(error, StoreFull):
                 raise

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.catalog.history import last_step
-from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, Superseded
+from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, StoreTimeout, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
@@ -41,15 +41,23 @@ def left_of(slots: Sequence[Slot], held: SaveId) -> SaveId:
 
 
 def rescue(
-    slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, again: bool = False
+    slots: Sequence[Slot],
+    save: SaveId,
+    own_rank: int,
+    persister: Persister,
+    committer: Committer,
+    deadline: float,
+    again: bool = False,
 ) -> None:
     """Persists these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
     `save`: the newest that this rank's trainer knew to be held by all. Others may have known of a newer one, and what
     they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
-    for all. A damaged slot counts for nothing: a share may be whole in another writer's. `again`: a try before this one
+    for all. A damaged slot counts for nothing: a share may be whole in another writer's. `deadline`: of all that is
+    put, by the monotonic clock; what comes later may be swept as soon as it is there. `again`: a try before this one
     failed, which may have put the share of rank 0 in its place, and not come to commit. Raises Superseded when a newer
     generation has begun that does not go on from `save`, SaveFailed when shares are missing, and what the store raises.
+    Where the time is over, that is StoreTimeout: the slots are as good as they were.
     """
     slots, catalog = list(slots), committer.catalog
     catalog.check_goes_on(save)
@@ -57,9 +65,9 @@ def rescue(
         return  # a job that went on from it has saved it again, or a later step
     while True:
         catalog.check_goes_on(save)
-        chosen = _settle(slots, save, own_rank, persister, catalog)
+        chosen = _settle(slots, save, own_rank, persister, deadline, catalog)
         try:
-            _complete(slots, chosen, own_rank, persister, committer, again, in_doubt=chosen != save)
+            _complete(slots, chosen, own_rank, persister, deadline, committer, again, in_doubt=chosen != save)
         except Superseded:
             if chosen == save:
                 raise  # else a job may have begun meanwhile that goes on from `save`
@@ -72,7 +80,9 @@ def rescue(
             return
 
 
-def _settle(slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
+def _settle(
+    slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, put_until: float, catalog: Catalog
+) -> SaveId:
     """The newest snapshot that any rank has put a share of by now, and none has given up, nor a job left behind; or
     `save`. This rank's own is put, too; a slot that proves damaged leaves `slots`."""
     last = last_step(save.generation, catalog.generation_ids(), catalog.generation)
@@ -81,7 +91,7 @@ def _settle(slots: list[Slot], save: SaveId, own_rank: int, persister: Persister
     while True:
         own = _shares(slots, chosen).get(own_rank)
         if own is not None and _is_missing(catalog, chosen, own_rank, own):
-            _persist(own, chosen, persister, slots)
+            _persist(own, chosen, persister, put_until, slots)
         if time.monotonic() > deadline:
             return chosen
         time.sleep(POLL_S)
@@ -100,6 +110,7 @@ def _complete(
     save: SaveId,
     own_rank: int,
     persister: Persister,
+    put_until: float,
     committer: Committer,
     again: bool,
     in_doubt: bool,
@@ -110,7 +121,7 @@ def _complete(
         return
     stand_ins = {rank for rank in shares.keys() - {own_rank} if _is_missing(catalog, save, rank, shares[rank])}
     for rank in sorted(stand_ins):
-        if not _persist(shares[rank], save, persister, slots):
+        if not _persist(shares[rank], save, persister, put_until, slots):
             stand_ins.remove(rank)
     if 0 in stand_ins or (0 in shares and (own_rank == 0 or again)):  # two who commit put the same
         world_size = shares[0].read_header().world_size
@@ -159,12 +170,14 @@ def _is_missing(catalog: Catalog, save: SaveId, rank: int, slot: Slot) -> bool:
     return not any(name.ok and name.check == check for name in catalog.parts(save).get(rank, []))
 
 
-def _persist(slot: Slot, save: SaveId, persister: Persister, slots: list[Slot]) -> bool:
+def _persist(slot: Slot, save: SaveId, persister: Persister, put_until: float, slots: list[Slot]) -> bool:
     """False where it proves damaged, and is no longer among `slots`."""
     if not slot.read_lock():
         raise SaveFailed(f"{slot.path}: is being overwritten")
     try:
-        persister.persist(slot, save)
+        persister.persist(slot, save, put_until)
+    except SaveFailed as error:
+        raise StoreTimeout(str(error)) from error
     except (CorruptData, FormatError) as error:
         log.warning("step %d is persisted without this copy, from another one if there is any: %s", save.step, error)
         slots.remove(slot)

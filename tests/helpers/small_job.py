@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -261,7 +262,7 @@ class SmallJob:
         for rank in ranks:
             writer = self.writers[rank]
             with self._refused_only(save):
-                rescue(slots, save.id, rank, writer.persister, writer.committer)
+                rescue(slots, save.id, rank, writer.persister, writer.committer, inf)
                 save.persisted = {*range(save.world_size)}
         self._committed(save.id)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.actors import ActorStore
 from support import ROOT_ID, layout_of, make_generation, make_root, make_save, read_save, shards_of
 
 from ckptlib.catalog import commit as commit_module
@@ -26,6 +27,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
+from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer import process
 from ckptlib.writer import rescue as module
@@ -34,6 +36,8 @@ from ckptlib.writer.process import WriterProcess
 from ckptlib.writer.rescue import left_of, rescue
 
 RANKS = 2
+
+DEADLINE_S = 3600.0
 
 
 class Clock:
@@ -111,6 +115,8 @@ class Job:
         make_root(self.catalog.store)
         self.generation = make_generation(self.catalog)
         self.hosts = {rank: list[Slot]() for rank in range(RANKS)}
+        self.stores: dict[int, Store] = {}
+        """Where it is not the root's."""
 
     def snapshot(self, step: int) -> SaveId:
         save = SaveId(step, self.generation)
@@ -133,11 +139,12 @@ class Job:
         """By the writers of these ranks, each with what its trainer knew; what they raised."""
 
         def run(rank: int) -> Exception | None:
-            store = LocalStore(str(self.directory / "root"))
+            store = self.stores.get(rank) or LocalStore(str(self.directory / "root"))
             try:
                 with ThreadPoolExecutor(1) as executor:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
-                    rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)), again)
+                    committer, deadline = Committer(Catalog(store)), time.monotonic() + DEADLINE_S
+                    rescue(self.hosts[rank], known[rank], rank, persister, committer, deadline, again)
             except Exception as error:
                 return error
             finally:
@@ -456,3 +463,30 @@ def test_a_job_that_begins_while_shares_are_waited_for_ends_the_rescue(
     monkeypatch.setattr(module, "time", faked)
     monkeypatch.setattr(commit_module, "time", faked)
     assert [type(error) for error in job.rescue({0: save})] == [Superseded]
+
+
+@pytest.mark.parametrize("host", range(RANKS), ids=["its own share", "another rank's"])
+def test_a_writer_that_slept_between_packs_and_part_puts_no_part_and_tries_again(
+    job: Job, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine was suspended, so that no clock went on by which anybody waits. Sweeps take the packs for the remains
+    of a crash."""
+    save, clock, slept = job.snapshot(15), time.clock_gettime, 0.0
+    root = job.directory / "root"
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + slept)
+
+    def before(op: str, key: str) -> None:
+        nonlocal slept
+        if op == "commit" and key.startswith(f"packs/{save}/{0:06d}"):
+            slept = 2 * DEADLINE_S
+
+    job.stores[host] = ActorStore(LocalStore(str(root)))  # type: ignore[arg-type]
+    job.stores[host].before = before  # type: ignore[attr-defined]
+    assert [type(error) for error in job.rescue({host: save})] == [StoreTimeout]
+    assert not [*root.glob(f"parts/{save}/{0:06d}-*")]
+    for pack in root.glob(f"packs/{save}/{0:06d}-*"):
+        pack.unlink()
+    del job.stores[host]
+    assert job.rescue({host: save}, again=True) == [None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
