@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, raise_if_failed
+from ckptlib.catalog.commit import HEAD_EVERY_S, Committer, raise_if_failed
 from ckptlib.catalog.history import last_step
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, StoreTimeout, Superseded
 from ckptlib.format.keys import SaveId
@@ -136,12 +136,18 @@ def _complete(
 
 
 def _await_commit(catalog: Catalog, save: SaveId) -> None:
-    """Raises SaveFailed where the writer that commits gives up, or is gone."""
+    """Raises SaveFailed where the writer that commits gives up, or is gone; Superseded where a job has begun that does
+    not go on from it."""
     deadline = time.monotonic() + COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S
+    next_check = time.monotonic()
     while not catalog.is_committed(save):
         raise_if_failed(catalog, save)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise SaveFailed(f"step {save.step} was not committed within {COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S:.0f} s")
+        if now >= next_check:
+            catalog.check_goes_on(save)
+            next_check = now + (0.0 if catalog.store.is_local else HEAD_EVERY_S)
         time.sleep(POLL_S)
 
 

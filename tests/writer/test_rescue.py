@@ -117,6 +117,8 @@ class Job:
         self.hosts = {rank: list[Slot]() for rank in range(RANKS)}
         self.stores: dict[int, Store] = {}
         """Where it is not the root's."""
+        self.ended = 0.0
+        """When the writer that was the last one was done."""
 
     def snapshot(self, step: int) -> SaveId:
         save = SaveId(step, self.generation)
@@ -148,6 +150,7 @@ class Job:
             except Exception as error:
                 return error
             finally:
+                self.ended = self._clock.monotonic()
                 self._clock.end()
             return None
 
@@ -490,3 +493,26 @@ def test_a_writer_that_slept_between_packs_and_part_puts_no_part_and_tries_again
     assert job.rescue({host: save}, again=True) == [None]
     assert job.catalog.visible() == [save]
     job.check(save)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_waits_for_the_commit_of_another_writer_sees_that_a_job_has_begun(
+    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """This writer knew of the step before alone; the share of rank 0 is there, and its writer is gone."""
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
+    save = job.snapshot(15)
+    newer = job.begun(16, 0)
+    job.hosts[1].append(slot_of(job.directory / "host1", newer, 1, 16, tensors(16)))
+    began: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if not began and clock.monotonic() > module.SHARES_TIMEOUT_S + 10:
+            began.append(clock.monotonic())
+            make_generation(job.catalog, 2, save if goes_on else None)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
+    assert [type(error) for error in job.rescue({1: save})] == [type(None) if goes_on else Superseded]
+    assert job.catalog.saves() == ([save] if goes_on else [])
+    assert job.ended - began[0] < (2 * module.SHARES_TIMEOUT_S if goes_on else 1), "it holds the memory meanwhile"
