@@ -65,29 +65,29 @@ class OpenSlots:
         for slot in self._slots.values():
             slot.abandon()
 
-    def await_successor(self, rescue: Callable[[list[Slot], bool], None] | None) -> None:
+    def await_successor(self, rescue: Callable[[list[Slot]], None] | None) -> None:
         """They are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
 
         `rescue`: a step that is in memory only is persisted when no such job has come for a while; again and again,
-        while the store fails. It is told which slots are left, and whether it was tried before. A job that goes on from
-        them saves that step itself; should it be gone before it holds it, they are as needed as before. Nor is it left
-        to that job for longer than half of the time: it may do nothing. At last the slots go.
+        while the store fails. It is told which slots are left. A job that goes on from them saves that step itself;
+        should it be gone before it holds it, they are as needed as before. Nor is it left to that job for longer than
+        half of the time: it may do nothing. At last the slots go.
         """
         slots = list(self._slots.values())
         began, pause_s = time.monotonic(), min(RESCUE_AFTER_S, self.keep_s / 2)
-        rescue_at, again, done = began + pause_s, False, list[Slot]()
+        rescue_at, done = began + pause_s, list[Slot]()
         while time.monotonic() - began < self.keep_s and (left := [slot for slot in slots if slot.has_name]):
             if rescue is not None and left != done and (now := time.monotonic()) > rescue_at:
                 rescue_at = now + pause_s
                 if now - began >= self.keep_s / 2 or not any(is_taken_up(slot.path) for slot in left):
                     try:
-                        rescue(left, again)
+                        rescue(left)
                         done = left  # what a job removes of them later, it can do without: see `left_of`
                     except StoreError as error:
                         log.warning(
                             "what is in memory only could not be persisted, which is tried again: %s", describe(error)
                         )
-                        rescue_at, again = time.monotonic() + pause_s, True
+                        rescue_at = time.monotonic() + pause_s
             time.sleep(SUCCESSOR_POLL_S)
         for slot in slots:
             slot.unlink()

@@ -140,14 +140,13 @@ class WriterProcess:
                 break
             time.sleep(RECORD_POLL_S)
 
-    def _rescue(self, slots: list[Slot], again: bool) -> None:
-        """`again`: a try before this one failed. Raises StoreError where the store fails, which may pass; not where it
-        is full."""
+    def _rescue(self, slots: list[Slot]) -> None:
+        """Raises StoreError where the store fails, which may pass; not where it is full."""
         assert self._held is not None
         save, deadline = left_of(slots, self._held), time.monotonic() + self._trainer.deadline_s
         try:
             with self._watchdog.work("rescue", save, deadline):
-                rescue(slots, save, self._rank, self._direct, self._commits.committer, deadline, again)
+                rescue(slots, save, self._rank, self._direct, self._commits.committer, deadline)
         except (CkptError, OSError, ValueError) as error:
             if isinstance(error, StoreError) and not isinstance(error, StoreFull):
                 raise

@@ -1,8 +1,9 @@
 """An orphaned writer persists a snapshot that is in memory only, when no job comes to go on from it, or each that does
 is gone before it holds a snapshot of its own.
 
-Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. The
-writer that has put rank 0's share commits. It is a save like any other: it exists when its manifest does.
+Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. Who
+has rank 0's share commits, whoever put it: a host may be lost between the two. It is a save like any other: it exists
+when its manifest does.
 """
 
 from __future__ import annotations
@@ -41,21 +42,14 @@ def left_of(slots: Sequence[Slot], held: SaveId) -> SaveId:
 
 
 def rescue(
-    slots: Sequence[Slot],
-    save: SaveId,
-    own_rank: int,
-    persister: Persister,
-    committer: Committer,
-    deadline: float,
-    again: bool = False,
+    slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, deadline: float
 ) -> None:
     """Persists these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
     `save`: the newest that this rank's trainer knew to be held by all. Others may have known of a newer one, and what
     they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
     for all. A damaged slot counts for nothing: a share may be whole in another writer's. `deadline`: of all that is
-    put, by the monotonic clock; what comes later may be swept as soon as it is there. `again`: a try before this one
-    failed, which may have put the share of rank 0 in its place, and not come to commit. Raises Superseded when a newer
+    put, by the monotonic clock; what comes later may be swept as soon as it is there. Raises Superseded when a newer
     generation has begun that does not go on from `save`, SaveFailed when shares are missing, and what the store raises.
     Where the time is over, that is StoreTimeout: the slots are as good as they were.
     """
@@ -67,7 +61,7 @@ def rescue(
         catalog.check_goes_on(save)
         chosen = _settle(slots, save, own_rank, persister, deadline, catalog)
         try:
-            _complete(slots, chosen, own_rank, persister, deadline, committer, again, in_doubt=chosen != save)
+            _complete(slots, chosen, own_rank, persister, deadline, committer, in_doubt=chosen != save)
         except Superseded:
             if chosen == save:
                 raise  # else a job may have begun meanwhile that goes on from `save`
@@ -112,24 +106,27 @@ def _complete(
     persister: Persister,
     put_until: float,
     committer: Committer,
-    again: bool,
     in_doubt: bool,
 ) -> None:
     """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
     catalog, shares = committer.catalog, _shares(slots, save)
     if not shares or catalog.is_committed(save):
         return
-    stand_ins = {rank for rank in shares.keys() - {own_rank} if _is_missing(catalog, save, rank, shares[rank])}
-    for rank in sorted(stand_ins):
-        if not _persist(shares[rank], save, persister, put_until, slots):
-            stand_ins.remove(rank)
-    if 0 in stand_ins or (0 in shares and (own_rank == 0 or again)):  # two who commit put the same
+    for rank in sorted(shares.keys() - {own_rank}):
+        is_missing = _is_missing(catalog, save, rank, shares[rank])
+        if is_missing and not _persist(shares[rank], save, persister, put_until, slots):
+            del shares[rank]
+    if 0 in shares:  # of several who commit the first one counts
         world_size = shares[0].read_header().world_size
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
+
+        def seconds_left() -> float:
+            if in_doubt:
+                raise_if_failed(catalog, save)
+            return deadline - time.monotonic()
+
         # Of what all ranks held, a second snapshot may have been under way as the job died, and its failure published.
-        manifest = committer.commit_when_whole(
-            save, world_size, lambda: deadline - time.monotonic(), despite_failures=not in_doubt
-        )
+        manifest = committer.commit_when_whole(save, world_size, seconds_left, despite_failures=True)
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
     elif in_doubt:
         _await_commit(catalog, save)

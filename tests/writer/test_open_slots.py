@@ -43,8 +43,7 @@ def test_what_is_in_memory_only_is_persisted_when_the_store_is_back(
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    def rescue(found: list[Slot], again: bool) -> None:
-        assert again == bool(tried)
+    def rescue(found: list[Slot]) -> None:
         tried.append(now[0])
         assert [slot.path for slot in found] == [made.path]
         if len(tried) <= num_failures:
@@ -87,7 +86,7 @@ class Waiting:
 
     def wait(self) -> list[tuple[int, list[Path]]]:
         """When what was persisted: in periods of 15 s."""
-        self.slots.await_successor(lambda left, again: self.tried.append((self.now, [slot.path for slot in left])))
+        self.slots.await_successor(lambda left: self.tried.append((self.now, [slot.path for slot in left])))
         return [(int(when / open_slots.RESCUE_AFTER_S), paths) for when, paths in self.tried]
 
 

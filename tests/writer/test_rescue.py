@@ -137,7 +137,7 @@ class Job:
             Persister(store, executor, rank, RANKS, 1e9).persist(self.hosts[rank][-1], save)
         return save
 
-    def rescue(self, known: Mapping[int, SaveId], again: bool = False) -> list[Exception | None]:
+    def rescue(self, known: Mapping[int, SaveId]) -> list[Exception | None]:
         """By the writers of these ranks, each with what its trainer knew; what they raised."""
 
         def run(rank: int) -> Exception | None:
@@ -146,7 +146,7 @@ class Job:
                 with ThreadPoolExecutor(1) as executor:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
                     committer, deadline = Committer(Catalog(store)), time.monotonic() + DEADLINE_S
-                    rescue(self.hosts[rank], known[rank], rank, persister, committer, deadline, again)
+                    rescue(self.hosts[rank], known[rank], rank, persister, committer, deadline)
             except Exception as error:
                 return error
             finally:
@@ -404,7 +404,7 @@ def test_only_an_outage_is_a_reason_to_try_again(
     writer._watchdog = SimpleNamespace(work=lambda *given: contextlib.nullcontext())
     writer._trainer = SimpleNamespace(deadline_s=60.0)
     with pytest.raises(StoreError) if again else contextlib.nullcontext():
-        WriterProcess._rescue(writer, [], again=False)  # type: ignore[arg-type]
+        WriterProcess._rescue(writer, [])  # type: ignore[arg-type]
 
 
 def test_who_stood_in_for_rank_0_commits_at_the_next_try(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,20 @@ def test_who_stood_in_for_rank_0_commits_at_the_next_try(job: Job, monkeypatch: 
 
     monkeypatch.setattr(Committer, "commit", fail_once)
     assert [type(error) for error in job.rescue({1: save})] == [StoreTimeout]
-    assert job.rescue({1: save}, again=True) == [None]
+    assert job.rescue({1: save}) == [None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["alone", "beside-a-second-that-failed"])
+def test_who_has_the_share_of_rank_0_commits_though_that_rank_has_put_it(job: Job, failed: bool) -> None:
+    """Its host is lost before it commits. Behind a failure that was published, the next job would not commit either."""
+    save, store = job.snapshot(15), job.catalog.store
+    if failed:
+        put_failure(store, save, 1, "the trainer died before its snapshot was whole")
+    with ThreadPoolExecutor(1) as executor:
+        Persister(store, executor, 0, RANKS, 1e9).persist(job.hosts[0][0], save)
+    assert job.rescue({1: save}) == [None]
     assert job.catalog.visible() == [save]
     job.check(save)
 
@@ -490,7 +503,7 @@ def test_a_writer_that_slept_between_packs_and_part_puts_no_part_and_tries_again
     for pack in root.glob(f"packs/{save}/{0:06d}-*"):
         pack.unlink()
     del job.stores[host]
-    assert job.rescue({host: save}, again=True) == [None]
+    assert job.rescue({host: save}) == [None]
     assert job.catalog.visible() == [save]
     job.check(save)
 
