@@ -43,7 +43,7 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import Entry
 from ckptlib.stores.io_limits import WRITE_BYTES
-from ckptlib.writer.seen_packs import SeenPacks, check_not_swept
+from ckptlib.writer.seen_packs import SeenPacks, put_part
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,18 @@ class Drain:
         self._bucket.check_goes_on(save)
         part, name, document = self._on_disk(save)
         present = {} if is_new else self._present(part)
+        lacking = missing(part, {key: entry.nbytes for key, entry in present.items()})
         if name in present:
+            if lacking:  # it was put late
+                raise SaveFailed(
+                    f"step {save.step}: the store has a part of it and lacks {lacking[0].key}, which a sweep has "
+                    "deleted, or somebody else; it is given up, and stays on the local disk"
+                )
             return 0
         deadline = self._deadline(save, present.values())
         elapsed, may_take_s = Elapsed(), deadline - time.monotonic()
         lost = self._lost(part)
-        packs = [*lost, *missing(part, {key: entry.nbytes for key, entry in present.items()})]
+        packs = [*lost, *lacking]
         given_up = threading.Event()
         checked = self._executor.submit(self._check, part, [*lost, *missing(part, {})], given_up)  # anew, each time
         try:
@@ -139,8 +145,7 @@ class Drain:
         if puts_layout and layout != self._layout_put:
             self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
         self._layout_put = layout if puts_layout else None
-        check_not_swept(self._bucket.store, save, part.packs, elapsed, may_take_s)
-        self._bucket.store.put(name, document, deadline=deadline)
+        put_part(self._bucket.store, part, name, document, elapsed, may_take_s, deadline)
         return sum(pack.nbytes for pack in packs)
 
     def _on_disk(self, save: SaveId) -> tuple[Part, str, bytes]:

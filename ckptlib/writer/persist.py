@@ -32,7 +32,7 @@ from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.left_packs import LeftPacks
 from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
-from ckptlib.writer.seen_packs import SeenPacks, check_not_swept
+from ckptlib.writer.seen_packs import SeenPacks, put_part
 from ckptlib.writer.share import PutChunks, assemble
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Persister:
         Chunks that have not changed since the parent are not put again. `deadline`: of all that is put, by the
         monotonic clock. `may_be_parent`: whether it will be committed, for all that is known now. `puts_layout`: else
         another rank of this save does, before its own part; so whoever finds all parts finds the layout. Raises
-        CorruptData when the slot is not what was sealed, and the store's errors; no part is put then.
+        CorruptData when the slot is not what was sealed, and the store's errors; no part is put then, or one too late.
         """
         self._deadline = deadline
         try:
@@ -156,8 +156,7 @@ class Persister:
             account=snapshot.account,
         )
         name, document = part.encode()
-        check_not_swept(self._store, save, part.packs, elapsed, may_take)
-        self._store.put(name.key, document, deadline=self._deadline)
+        put_part(self._store, part, name.key, document, elapsed, may_take, self._deadline)
         if self._on_disk:
             self._put_layout(snapshot)  # a sweep of this disk may have met it before this part named it
         if part.rank == self._rank:

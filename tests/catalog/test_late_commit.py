@@ -198,3 +198,31 @@ def test_a_rank_on_a_virtual_machine_that_was_paused_looks_whether_its_packs_are
     else:
         persister.persist(job.slot(save, 0), save.id, deadline)
     assert any("-ok-" in key for key in job.keys(f"parts/{save.id}/")) == (not swept)
+
+
+@pytest.mark.parametrize("how", ["suspended", "paused", "clock set"])
+def test_a_rank_that_slept_as_it_put_its_part_has_not_saved(
+    job: SmallJob, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packs were there as it looked. The part is there, and whoever commits does not ask for packs."""
+    job.change(range(16))
+    save, clock, wall, slept = job.begin_save(), time.clock_gettime, time.time, 0.0
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + slept * (how == "suspended"))
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def before(op: str, key: str) -> None:
+        nonlocal slept
+        if key.startswith(f"parts/{save.id}/"):
+            slept = 2 * DEADLINE_S
+            if how != "clock set":
+                job.store.delete(*job.keys(f"packs/{save.id}/"))
+
+    job.writers[0].store.before = before
+    persister, deadline = job.writers[0].persister, persist.time.monotonic() + DEADLINE_S
+    if how == "clock set":
+        persister.persist(job.slot(save, 0), save.id, deadline)
+    else:
+        with pytest.raises(SaveFailed, match=r"step 2: .* its part counts for nothing"):
+            persister.persist(job.slot(save, 0), save.id, deadline)
+    assert slept
+    assert any("-ok-" in key for key in job.keys(f"parts/{save.id}/"))

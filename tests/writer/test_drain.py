@@ -407,6 +407,33 @@ def test_a_machine_that_slept_between_its_packs_and_its_part_puts_none(
     assert not [*direct.bench.root.glob("parts/*/*")]
 
 
+@pytest.mark.parametrize("how", ["suspended", "paused"])
+def test_a_machine_that_slept_as_it_put_its_part_has_not_drained(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The part is there. Whoever tries again, such as the next job, finds it, and that packs are gone."""
+    part, slept, clock, wall = direct.saved(1), 0.0, time.clock_gettime, time.time
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + slept * (how == "suspended"))
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+    store, put = direct.drain._bucket.store, direct.drain._bucket.store.put
+
+    def put_late(key: str, *given: Any, **told: Any) -> None:
+        nonlocal slept
+        if key.startswith("parts/"):
+            slept = 61.0
+            for path in direct.bench.root.glob("packs/*/*"):
+                path.unlink()
+        put(key, *given, **told)
+
+    monkeypatch.setattr(store, "put", put_late)
+    with pytest.raises(SaveFailed, match=r"step 1: .* its part counts for nothing"):
+        direct.drain.copy(part.save)
+    slept = 0.0
+    assert [*direct.bench.root.glob("parts/*/*")]
+    with pytest.raises(SaveFailed, match=r"step 1: the store has a part of it and lacks packs/.* stays on the local"):
+        direct.drain.copy(part.save)
+
+
 def test_only_packs_of_the_save_itself_are_put_and_only_once(direct: Direct) -> None:
     part = direct.saved(1)
     save = part.save
