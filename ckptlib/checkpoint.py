@@ -155,20 +155,25 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
 
 
 def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dict[str, values.Json], Plan, Slot]:
-    """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none."""
+    """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none. Without,
+    the others are told of a failure, so the generation has begun then. It begins with a save that is not refused: what
+    it goes on from depends on its first step.
+    """
     group, planner = session.group, session.planner
     if not compare:
-        flat, metrics = session.look(order.state, order.step, order.metrics, order.owners)
+        session.lineage.begin(session.writer, order.step)
+        flat, metrics = session.look(order.state, order.metrics, order.owners)
         plan = planner.plan(flat)
         return flat, metrics, plan, session.snapshots.take_slot(plan.body_nbytes)
 
     def look() -> tuple[Flat, dict[str, values.Json], dict[str, Row]]:
-        flat, metrics = session.look(order.state, order.step, order.metrics, order.owners)
+        flat, metrics = session.look(order.state, order.metrics, order.owners)
         return flat, metrics, planner.rows(flat)
 
     flat, metrics, rows = together(group, f"saving step {order.step}", look)
     is_first = not planner.agreed
     plan = planner.agree(flat, rows)
+    session.lineage.begin(session.writer, order.step)
     if is_first:
         warn_of_unreached(group, session.settings.codec, plan.layout, order.step)
     what = f"making room for step {order.step}"

@@ -94,6 +94,7 @@ class Registry:
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         before, loads, origin = self.sessions.get(key), self.loads.get(key), None
         session = None if before is None or before.closed else before
+        place = None if before is None else before.place
         if session is not None and session.group.any({**session.settings.options} != {**(options or {})}):
             session.close(SAVE_DEADLINE, clean=True)
             session = None
@@ -108,7 +109,7 @@ class Registry:
                 f"keep={session.settings.keep!r}; give the same keep to every save of a run"
             )
         if loads is not None:
-            origin = gone_back_to(self.group(over), loads, before, state, step)
+            origin = gone_back_to(self.group(over), loads, place, state, step)
             if session is not None and origin is not None:
                 session.close(SAVE_DEADLINE, clean=True)
                 session = None
@@ -118,6 +119,7 @@ class Registry:
             settings = Settings(url=url, options=own, codec=codec, keep=keep, tags=tags or {})
             session = self.sessions[key] = Session(settings, over)
             session.lineage.resumed_from = origin
+            session.follows = origin or place
         self.loads.pop(key, None)
         return session
 
@@ -175,10 +177,10 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 def gone_back_to(
-    group: Group, loads: Loads, session: Session | None, state: Mapping[str, object], step: int
+    group: Group, loads: Loads, place: SaveId | None, state: Mapping[str, object], step: int
 ) -> SaveId | None:
-    """The earlier save from which this one goes on; None where it follows the last one. Collective. `session`: by which
-    this process saved last, though it may be closed by now.
+    """The earlier save from which this one goes on; None where it comes behind `place`. Collective. `place`: see
+    `Session.place`, of the session that was there last, though it may be closed by now.
 
     That is the step that was loaded into the state that is saved now. A state that was not loaded into goes on from the
     process's last load before its first save, or before it saves an older step: the state may be a copy of that.
@@ -192,13 +194,12 @@ def gone_back_to(
 
     own, some = together(group, f"saving step {step}", found)
     told = {data.decode() for data in group.gather(own.encode())} - {"any"}
-    newest = None if session is None else SaveId(session.newest_step, session.generation)
     if told and told != {""} and len(told) == 1:
         origin = parse_save(told.pop())
-        return origin if origin.step < step and origin != newest else None
-    if newest is None or step <= newest.step:
+        return origin if origin.step < step and origin != place else None
+    if place is None or step <= place.step:
         return loads.before(step)
-    if some is not None and some != newest and group.rank == 0:
+    if some is not None and some != place and group.rank == 0:
         log.warning(
             "step %d was loaded into only a part of the state that is saved as step %d, so the steps in between stay "
             "listed; to abandon them, load the whole state",

@@ -145,6 +145,9 @@ class Session:
         """The last step whose snapshot, saved or not, the other ranks began without this one."""
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
+        self.follows: SaveId | None = None
+        """What the first save comes behind, where that is known of this process: its last save, by a session that this
+        one has replaced, or an earlier save that it went back to."""
         self.closed = False
         self.owner = Owner(settings.url)
         notices = notices_over(self.over, f"{self.root.id}/{self.generation}", settings.timeout)
@@ -163,6 +166,11 @@ class Session:
             self.listener,
         )
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
+
+    @property
+    def place(self) -> SaveId | None:
+        """What the next save comes behind; None: no save of this process, nor any that it went back to."""
+        return self.follows if self.newest_step < 0 else SaveId(self.newest_step, self.generation)
 
     # What a save asks for, in this order; see `checkpoint.save_step`
 
@@ -185,17 +193,15 @@ class Session:
     def look(
         self,
         state: object,
-        step: int,
         metrics: Mapping[str, object] | None,
         owners: Mapping[int, torch.optim.Optimizer] = NO_OWNERS,
     ) -> tuple[Flat, dict[str, values.Json]]:
-        """The state, flattened, with the random generators; and the metrics. The first save begins the generation.
+        """The state, flattened, with the random generators; and the metrics.
 
         A flat state is saved as it is: an importer made it, and the generators of this process have no part in it.
         """
         if self.outcomes.superseded is not None:
             raise self.outcomes.superseded
-        self.lineage.begin(self.writer, step)
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         if isinstance(state, Flat):
             return state, encoded

@@ -16,7 +16,7 @@ from onerank import Root, opened
 from torch import nn
 
 import ckptlib
-from ckptlib.errors import StateError
+from ckptlib.errors import StateError, UnsupportedState
 
 State = Callable[[], dict[str, object]]
 
@@ -224,6 +224,58 @@ def test_a_new_process_that_counts_anew_does_not_mix_with_what_it_loaded(root: R
     ckptlib.save(root.url, {"w": target}, 2)
     assert steps(root) == [1, 2]
     assert ckptlib.load(root.url, {"w": target}).step == 2
+
+
+# -- a save that was refused is none
+
+
+def refused(root: Root, step: int) -> None:
+    with pytest.raises(UnsupportedState):
+        ckptlib.save(root.url, {"w": object()}, step)
+
+
+def saved(root: Root, *some: int) -> None:
+    for step in some:
+        ckptlib.save(root.url, {"w": torch.full((3,), float(step))}, step)
+
+
+def test_what_was_loaded_behind_a_refused_save_is_gone_on_from(root: Root) -> None:
+    saved(root, 1, 2, 3, 4)
+    root.close()
+    refused(root, 9)
+    ckptlib.load(root.url, {"w": torch.zeros(3)}, 1)  # and copied
+    ckptlib.save(root.url, {"w": torch.full((3,), 3.5)}, 3)
+    assert steps(root) == [1, 3]
+    target = torch.zeros(3)
+    assert ckptlib.load(root.url, {"w": target}).step == 3
+    assert target.tolist() == [3.5] * 3
+
+
+def test_a_run_begins_with_its_first_save_that_is_not_refused(root: Root) -> None:
+    """What it goes on from comes before that: else the newest step would be one of the run before."""
+    saved(root, 1, 2, 3, 4)
+    root.close()
+    refused(root, 9)
+    ckptlib.save(root.url, {"w": torch.full((3,), 2.5)}, 2)
+    assert steps(root) == [1, 2]
+    target = torch.zeros(3)
+    assert ckptlib.load(root.url, {"w": target}).step == 2
+    assert target.tolist() == [2.5] * 3
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_refused_save_is_no_reason_to_go_back_further(root: Root, fresh: bool) -> None:
+    """To a step that was only looked at: behind one that was gone back to, or, with fresh options, behind what this
+    process had saved by others."""
+    target, options = torch.zeros(3), {"storage_options": {"key": "b"}} if fresh else {}
+    saved(root, 1, 2, 3, 4)
+    if not fresh:
+        ckptlib.load(root.url, {"w": target}, 2)
+    with pytest.raises(UnsupportedState):
+        ckptlib.save(root.url, {"w": target, "x": object()}, 5, **options)
+    ckptlib.load(root.url, {"w": torch.zeros(3)}, 1)
+    ckptlib.save(root.url, {"w": target}, 5, **options)
+    assert steps(root) == ([1, 2, 3, 4, 5] if fresh else [1, 2, 5])
 
 
 # -- beside a Checkpointer
