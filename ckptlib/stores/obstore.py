@@ -27,11 +27,11 @@ from ckptlib.stores.base import (
     check_key,
     check_prefix,
     check_range,
-    is_key,
     joined,
     range_nbytes,
 )
-from ckptlib.stores.obstore_errors import Failure
+from ckptlib.stores.obstore_errors import Failure, check_answer
+from ckptlib.stores.obstore_listing import Listing
 from ckptlib.stores.obstore_loop import Feed, GivenUp, Lent
 from ckptlib.stores.obstore_pieces import Pieces
 from ckptlib.stores.obstore_requests import Beyond, NoSuchRequest, Requests
@@ -55,7 +55,6 @@ DELETES = 16
 _SMALL_NBYTES = 1 << 20
 """What is put by a request that may take IDLE_S."""
 _READ_NBYTES = 1 << 20
-_LISTED = 1000
 
 
 class ObstoreStore(Store):
@@ -73,8 +72,7 @@ class ObstoreStore(Store):
         self._requests = Requests(url, options)
         self.url = self._requests.url
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, LATE_NBYTES
-        self._root = self._requests.root
-        self._lists_in_order = self._requests.lists_in_order
+        self._listing = Listing(self._requests)
         self._deletes_many = self._requests.is_s3
         self._creates = True
         """Whether the server knows If-None-Match, for all that is known."""
@@ -154,7 +152,8 @@ class ObstoreStore(Store):
                 error, failure = failed.error, Failure.of(failed.error)
                 if failure.has_no_upload and self._size(key, path, deadline) == body.nbytes:
                     return None  # it is complete: the answer to that was lost
-                wait_s = retries.wait_s() if failure.was_damaged and body.can_repeat else None
+                again = failure.was_damaged or (failure.may_pass and not failure.was_sent_again)
+                wait_s = retries.wait_s() if again and body.can_repeat else None
                 if wait_s is None:
                     raise self._requests.error(error, "put", key, body.nbytes) from None
                 time.sleep(wait_s)
@@ -204,6 +203,7 @@ class ObstoreStore(Store):
         async def get() -> bytes | int:
             """The bytes; how many they are where that is too many for one request."""
             result = await obstore.get_async(self._requests.quick, path, **_range(offset, nbytes))
+            check_answer(result.meta)
             count = range_nbytes(f"{self.url}/{key}", offset, nbytes, result.meta["size"])
             return count if count > most else bytes(await result.bytes_async())
 
@@ -231,6 +231,7 @@ class ObstoreStore(Store):
 
         async def get() -> int:
             result = await obstore.get_async(self._requests.quick, path, **_range(offset, view.nbytes))
+            check_answer(result.meta)
             range_nbytes(f"{self.url}/{key}", offset, view.nbytes, result.meta["size"])
             done = 0
             async for chunk in result.stream(min_chunk_size=_READ_NBYTES):
@@ -272,7 +273,9 @@ class ObstoreStore(Store):
         """None where there is no such object."""
 
         async def head() -> int:
-            return int((await obstore.head_async(self._requests.quick, path))["size"])
+            meta = await obstore.head_async(self._requests.quick, path)
+            check_answer(meta)
+            return int(meta["size"])
 
         with suppress(ObjectNotFound):
             return self._requests.run("get", key, head, deadline)
@@ -282,36 +285,12 @@ class ObstoreStore(Store):
 
     @override
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
-        directory, _, name = check_prefix(prefix).rpartition("/")
-
-        async def scan() -> dict[str, Entry]:
-            found: dict[str, Entry] = {}
-            async for metas in self._list(directory, max(prefix[:-1] if name else "", after)):
-                for meta in metas:
-                    key = meta["path"][len(self._root) + 1 if self._root else 0 :]
-                    if self._lists_in_order and name and _is_behind(key, directory, name):
-                        return found
-                    if key.startswith(prefix) and key > after and is_key(key):
-                        found[key] = Entry(key, meta["size"], meta["last_modified"].timestamp())
-            return found
-
-        found = self._requests.run("list", prefix, scan, None)
-        return [found[key] for key in sorted(found)]
+        check_prefix(prefix)
+        return self._requests.run("list", prefix, lambda: self._listing.scan(prefix, after), None)
 
     @override
     def peek(self, most: int) -> list[str]:
-        async def first() -> list[str]:
-            async for metas in self._list("", ""):
-                return [meta["path"][len(self._root) + 1 if self._root else 0 :] for meta in metas]
-            return []
-
-        return sorted(self._requests.run("list", "", first, None))[:most]
-
-    def _list(self, directory: str, start: str) -> Any:
-        """A stream of pages. What the client takes for a prefix ends with a segment."""
-        inside = not directory or start.startswith(directory + "/")  # JuiceFS refuses what does not begin as the prefix
-        offset = {"offset": self._below(start)} if inside and is_key(start) else {}
-        return obstore.list(self._requests.quick, self._below(directory) or None, chunk_size=_LISTED, **offset)
+        return self._requests.run("list", "", self._listing.peek, None)[:most]
 
     @override
     def delete(self, *keys: str) -> None:
@@ -335,10 +314,7 @@ class ObstoreStore(Store):
         self._requests.close()
 
     def _path(self, key: str) -> str:
-        return self._below(check_key(key))
-
-    def _below(self, key: str) -> str:
-        return "/".join(filter(None, [self._root, key]))
+        return self._requests.below(check_key(key))
 
 
 class _Failed(Exception):
@@ -358,12 +334,6 @@ def _range(offset: int, nbytes: int | None) -> dict[str, Any]:
     if nbytes is not None:
         return {"options": {"range": (offset, offset + nbytes)}}
     return {"options": {"range": {"offset": offset}}} if offset else {}
-
-
-def _is_behind(key: str, directory: str, name: str) -> bool:
-    """Whether a key of a directory comes behind all whose names begin with `name`, however '/' is sorted."""
-    sibling = key[len(directory) + 1 if directory else 0 :].partition("/")[0]
-    return sibling > name and not sibling.startswith(name)
 
 
 async def _delete(client: Any, paths: str | list[str]) -> None:

@@ -8,7 +8,9 @@ told: addresses may hold a token.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from obstore import exceptions
 
@@ -27,6 +29,11 @@ _CERTIFICATE = {
 }
 """By the errors of rustls."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
+_NO_STORE = "answered by success without an ETag or a date"
+_FOREIGN = re.compile(
+    rf"{_NO_STORE}|Header missing from response|Got invalid (multipart|list) response|Received non-partial response"
+)
+"""What the client, and `check_answer`, say of an answer by success that no store gives."""
 
 _CREDENTIALS = {
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
@@ -41,6 +48,16 @@ _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQu
 _DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "Md5Mismatch", "Crc64Mismatch", "XAmzContentSHA256Mismatch"}
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
 _BUSY = {"ConditionalRequestConflict", "OperationAborted"}
+
+
+class Foreign(OSError):
+    """What answered by success is no store, but a proxy's own page."""
+
+
+def check_answer(meta: Mapping[str, Any]) -> None:
+    """Raises Foreign where what the client tells of an object is of none: every store tells its ETag, or its date."""
+    if meta["e_tag"] is None and not meta["last_modified"].timestamp():
+        raise Foreign(_NO_STORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,13 @@ class Failure:
     @property
     def may_pass(self) -> bool:
         """Whether the same request may succeed; what obstore itself sends again has been sent often by then."""
-        return self.kind in ("Timeout", "Interrupted", "Decode", "Unknown") or self.code in _DAMAGED | _BUSY
+        broken = self.kind in ("Timeout", "Interrupted", "Decode", "Unknown")
+        return broken or self.is_foreign or self.code in _DAMAGED | _BUSY
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether what answered by success is no store."""
+        return _FOREIGN.search(self.sentence) is not None
 
     @property
     def is_busy(self) -> bool:
@@ -171,6 +194,8 @@ class Failure:
             return StoreTimeout(f"{what}: no answer, or no progress, however often it was sent ({cause})")
         if self.is_busy:
             return StoreTimeout(f"{what}: the store is busy or down, however often it was asked ({cause})")
+        if self.is_foreign:
+            return StoreTimeout(f"{what}: no store answers like this ({cause}); is there a proxy in the way?")
         if self.was_damaged:
             return StoreError(f"{what}: what arrived was not what had been sent ({cause}); nothing was stored")
         return StoreError(f"{what}: {cause}")

@@ -45,6 +45,10 @@ class Requests:
         """For parts of this size."""
         return self.uploads if part_nbytes <= io_limits.PART_NBYTES else self._open_uploads(part_nbytes)
 
+    def below(self, key: str) -> str:
+        """Where it is in the bucket."""
+        return "/".join(filter(None, [self.root, key]))
+
     def trust_address(self) -> None:
         """See `Store.trust_address`."""
         self.quick = self._patient

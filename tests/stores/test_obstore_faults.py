@@ -31,6 +31,8 @@ LONGEST_S = 28.0
 """Less than the half of a minute that the client itself would wait; the rest is for a busy machine."""
 DATA = os.urandom(2 * PART + 123)
 UP = "^(PutObject|UploadPart) "
+AMID = ("reset_up", "stall_up", "truncate")
+"""In the middle of a body."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,7 @@ def open_uploads(s3: ObjectStorage, url: str) -> list[str]:
         *[("iterator", "UploadPart", fault) for fault in ("503", "reset_up", "stall_up", "hang_reply", "blackhole")],
         *[("iterator", "CompleteMultipartUpload", fault) for fault in ("lost_reply", "503", "blackhole")],
         ("iterator", "CreateMultipartUpload", "lost_reply"),
+        *[("list", f"{op}MultipartUpload", "truncate") for op in ("Create", "Complete")],
         *[(kind, "UploadPart", "flip_up") for kind in ("iterator", "list", "late")],
         *[(kind, "UploadPart", "lost_reply") for kind in ("iterator", "list", "late")],
     ],
@@ -100,7 +103,7 @@ def open_uploads(s3: ObjectStorage, url: str) -> list[str]:
 def test_a_put_gets_over_what_passes(
     store: Store, direct: Store, proxy: FaultProxy, kind: str, op: str, fault: str
 ) -> None:
-    after: dict = {"after": PART // 2} if fault in ("reset_up", "stall_up") else {}
+    after: dict = {"after": PART // 2 if fault.endswith("_up") else 9} if fault in AMID else {}
     proxy.rules([{"match": f"^{op} ", "fault": fault, "count": 3 if fault == "503" else 1, **after}])  # type: ignore[list-item]
     head = LateHead(4, lambda: b"head") if kind == "late" else b"head"
     with at_most(LONGEST_S):

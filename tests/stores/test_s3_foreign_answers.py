@@ -37,15 +37,21 @@ class _Portal(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(params=[(200, PAGE), (200, b""), (204, b""), (303, PAGE)], ids=["page", "empty", "nothing", "redirect"])
-def portal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def portal(client: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     scale_limits(monkeypatch, idle_s=60.0, retry_s=0.2)
     handler = type("Portal", (_Portal,), dict(zip(("status", "page"), request.param, strict=True)))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-        with open_store("s3://bucket/run", options) as store:
+        more = {"client": client} if client == "obstore" else {}
+        with open_store("s3://bucket/run", {**options, **more}) as store:
             yield store
         server.shutdown()
         thread.join()
@@ -56,6 +62,8 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "create": lambda store: store.put("p", b"data", create=True),
     "put in parts": lambda store: store.put("p", bytes(4096), [bytes(PART_NBYTES + 1)]),
     "get": lambda store: store.get("p"),
+    "get a range": lambda store: store.get("p", 5, 10),
+    "get into": lambda store: store.get_into("p", 0, memoryview(bytearray(len(PAGE)))),
     "size": lambda store: store.get("p", 0, 0),
     "list": lambda store: store.scan(""),
     "peek": lambda store: store.peek(10),

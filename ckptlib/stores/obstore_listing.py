@@ -1,0 +1,88 @@
+"""Listings by obstore's client: of what lies below a prefix, and whether it was the store that answered.
+
+A page of a proxy, which answers by success, is to this client the end of a listing. So where a listing may have been
+cut, one of no object at all or of whole pages, another request shows who answers, and the store is asked once more.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import obstore
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+from ckptlib.stores.base import Entry, is_key
+from ckptlib.stores.obstore_errors import check_answer
+from ckptlib.stores.obstore_requests import Requests
+
+_LISTED = 1000
+"""Objects in a page."""
+
+_ABSENT = "absent"
+"""Nothing is ever put there."""
+
+
+class Listing:
+    """Of the objects of one store. Its coroutines run in the loop of the client, and raise what the client raises."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests, self._root = requests, requests.root
+        self._in_order = requests.lists_in_order
+
+    async def scan(self, prefix: str, after: str) -> list[Entry]:
+        """See `Store.scan`."""
+        found, is_whole = await self._scan(prefix, after)
+        if not is_whole:
+            await self._check_store()
+            found, _ = await self._scan(prefix, after)
+        return [found[key] for key in sorted(found)]
+
+    async def peek(self) -> list[str]:
+        """See `Store.peek`; of one page."""
+        found = await self._peek()
+        if not found:
+            await self._check_store()
+            found = await self._peek()
+        return sorted(found)
+
+    async def _scan(self, prefix: str, after: str) -> tuple[dict[str, Entry], bool]:
+        """And whether nothing of it can be missing."""
+        directory, _, name = prefix.rpartition("/")
+        found: dict[str, Entry] = {}
+        num = 0
+        async for metas in self._pages(directory, max(prefix[:-1] if name else "", after)):
+            num += len(metas)
+            for meta in metas:
+                key = self._key(meta)
+                if self._in_order and name and _is_behind(key, directory, name):
+                    return found, True
+                if key.startswith(prefix) and key > after and is_key(key):
+                    found[key] = Entry(key, meta["size"], meta["last_modified"].timestamp())
+        return found, num % _LISTED > 0
+
+    async def _peek(self) -> list[str]:
+        async for metas in self._pages("", ""):
+            return [self._key(meta) for meta in metas]
+        return []
+
+    async def _check_store(self) -> None:
+        """Raises Foreign where it is a proxy that answers. A store says that there is no such object, or forbids it."""
+        with suppress(FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
+            check_answer(await obstore.head_async(self._requests.quick, self._requests.below(_ABSENT)))
+
+    def _pages(self, directory: str, start: str) -> Any:
+        """A stream of them. What the client takes for a prefix ends with a segment."""
+        below = self._requests.below
+        inside = not directory or start.startswith(directory + "/")  # JuiceFS refuses what does not begin as the prefix
+        offset = {"offset": below(start)} if inside and is_key(start) else {}
+        return obstore.list(self._requests.quick, below(directory) or None, chunk_size=_LISTED, **offset)
+
+    def _key(self, meta: Any) -> str:
+        return str(meta["path"][len(self._root) + 1 if self._root else 0 :])
+
+
+def _is_behind(key: str, directory: str, name: str) -> bool:
+    """Whether a key of a directory comes behind all whose names begin with `name`, however '/' is sorted."""
+    sibling = key[len(directory) + 1 if directory else 0 :].partition("/")[0]
+    return sibling > name and not sibling.startswith(name)
