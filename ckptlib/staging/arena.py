@@ -6,13 +6,13 @@ A slot is overwritten only when every rank holds a newer snapshot and nobody rea
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ckptlib.devices.numa import running_on
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
+from ckptlib.jobs import JobThread
 from ckptlib.slots import files
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.other_slots import OPEN, OtherSlots, prefix_of
@@ -47,8 +47,8 @@ class Arena:
         self._slots: list[Slot] = []
         self._steps: dict[Slot, int] = {}
         """The snapshots in slots that must be kept."""
-        self._warming: threading.Thread | None = None
-        self._growing: threading.Thread | None = None
+        self._warming: JobThread | None = None
+        self._growing: JobThread | None = None
         self._pinning = Pinning(pin)
         self.on_made: Callable[[Path], None] = lambda path: None
         """Called with each new slot, from any thread: a process that has it open unlinks it, should this one die."""
@@ -75,8 +75,9 @@ class Arena:
 
         self._join()
         self._pinning.choose_device()
-        self._warming = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
-        self._warming.start()
+        self._warming = JobThread("arena")
+        self._warming.put(make)
+        self._warming.leave()
 
     def grow(self) -> None:
         """Makes one slot more, once, in the background: nobody waits for it, and without room there is none."""
@@ -89,18 +90,19 @@ class Arena:
 
         self._pinning.choose_device()
         if self._growing is None and self._slots:
-            self._growing = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
-            self._growing.start()
+            self._growing = JobThread("arena")
+            self._growing.put(make)
+            self._growing.leave()
 
     def await_made(self) -> None:
         """Returns when the slots that are made in the background are there, and told of."""
         self._join()
         if self._growing is not None:
-            self._growing.join()
+            self._growing.finish()
 
     def _join(self) -> None:
         if self._warming is not None:
-            self._warming.join()
+            self._warming.finish()
             self._warming = None
 
     def take(self, nbytes: int, held_by_all: int, in_use: Collection[Slot]) -> Slot | None:

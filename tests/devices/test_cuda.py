@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.inside import settle, stager_of
 from helpers.runtime import Runtime
-from helpers.stage import held, wait_pinned
+from helpers.stage import held, wait_pinned, wait_warm
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT_ID
@@ -93,8 +93,7 @@ def test_no_thread_makes_a_context_on_the_first_device(
 
     monkeypatch.setattr(made, "_make_somewhere", slowly)
     made.warm(10_000)
-    assert made._warming is not None
-    made._warming.join()
+    wait_warm(made)
     runtime.initialized = True
     slot = made.take(10_000, -1, ())
     assert slot is not None

@@ -23,11 +23,13 @@ from ckptlib.saving import memory
 
 
 @contextmanager
-def interrupted_at(function: str) -> Iterator[None]:
-    """As by Ctrl-C at the moment when this function of ckptlib is first called in here."""
+def interrupted_at(function: str, name: str | None = None) -> Iterator[None]:
+    """As by Ctrl-C at the moment when this function of ckptlib is first called in here; of an object of that name."""
 
     def trace(frame: FrameType, event: str, arg: object) -> None:
-        if f"{type(frame.f_locals.get('self')).__name__}.{frame.f_code.co_name}" == function:
+        whose = frame.f_locals.get("self")
+        is_it = f"{type(whose).__name__}.{frame.f_code.co_name}" == function
+        if is_it and name in (None, getattr(whose, "name", None)):
             sys.settrace(None)
             raise KeyboardInterrupt
 
@@ -170,6 +172,11 @@ def test_a_constructor_that_is_interrupted_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # one process needs no watch for a rank that hangs
     with nothing_left(job), interrupted_at(place):
+        job.checkpointer(every=1)
+
+
+def test_a_constructor_that_is_interrupted_as_it_begins_to_make_slots_leaves_nothing(job: Job) -> None:
+    with nothing_left(job), interrupted_at("Thread.start", "ckptlib-arena"):
         job.checkpointer(every=1)
 
 

@@ -107,7 +107,7 @@ def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) 
                 ckpt.after_step(step)
                 begun.append(num_saves(ckpt) - num_before)
                 settle(ckpt, WAIT_S)
-                wait_grown(arena_of(ckpt), WAIT_S)
+                wait_grown(arena_of(ckpt))
                 assert ckpt.coverage is not None
                 if step >= 11:
                     assert (snapshots_of(ckpt).own.newest, ckpt.coverage.lag <= 2) == (step, True)

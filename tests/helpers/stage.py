@@ -153,10 +153,10 @@ def wait_warm(arena: Arena) -> None:
     arena._join()
 
 
-def wait_grown(arena: Arena, timeout_s: float) -> None:
+def wait_grown(arena: Arena) -> None:
     """Until the slot is made that it makes in the background, if any."""
     if arena._growing is not None:
-        arena._growing.join(timeout_s)
+        arena._growing.finish()
 
 
 def wait_pinned(arena: Arena) -> None:
