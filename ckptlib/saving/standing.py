@@ -47,10 +47,14 @@ def follow(session: Session, word: Word) -> None:
 
 
 def await_room(session: Session, timeout_s: float | None = None) -> None:
-    """Returns when every rank has a slot for another snapshot. Collective.
+    """Returns when every rank has a slot for another snapshot. Collective. Main thread.
+
+    A snapshot that was begun and never let `go`, since whoever began it was interrupted, fails first: it would keep its
+    slot for ever.
 
     Raises WaitTimeout after `timeout_s`. The default is longer than the deadline of a save, whose slot is free then.
     """
+    session.stager.fail_left()
     with session.stopwatch.stalled():
         _await_room(session, 1.5 * session.root.save_deadline_s if timeout_s is None else timeout_s)
 

@@ -237,9 +237,9 @@ class Stager:
 
     def fail_left(self) -> None:
         """See `Staging.fail_left`."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.fail_left()
+        if self._begun is not None:
+            self._begun.fail_left()
+            self._begun = None  # not before: after Ctrl-C in between, it would never come to its end
 
     def _offsets(self, table: Table, sources: Sequence[CopySource]) -> tuple[int, ...]:
         """The very same ones as long as the table is."""

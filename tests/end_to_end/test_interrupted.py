@@ -111,6 +111,24 @@ def test_a_step_that_was_interrupted_may_be_done_again(job: Job, place: str) -> 
     assert steps(job.root) == [1, 2]
 
 
+@pytest.mark.parametrize("place", ["Stager.begin", "Stager.copy", "JobThread.put"])
+def test_a_call_of_save_behind_one_that_was_interrupted_is_a_save(job: Job, place: str) -> None:
+    """As in a notebook. Without a slot, it would wait for longer than a save may take."""
+    with job.checkpointer(every=1000, save_deadline=timedelta(seconds=60)) as ckpt:
+        job.body()
+        ckpt.save(1)
+    for step in (2, 3):  # more than there are slots
+        job.body()
+        with interrupted_at(place):
+            ckptlib.save(job.root, job.state, step=step)
+    ckptlib.save(job.root, job.state, step=4)
+    told = job.bits()
+    assert steps(job.root) == [1, 4]
+    job.body()
+    ckptlib.load(job.root, job.state)
+    assert job.bits() == told
+
+
 OPENING = [
     "Writer._start",
     "Stager.__init__",
