@@ -293,18 +293,17 @@ class Session:
         self.owner.let_go()
         self.stopwatch.close(clean)
         self.stager.close()
-        self.outcomes.poll()
         try:
+            self.outcomes.poll()
             if clean:
                 self.outcomes.close(timeout)
                 if self._sequence:  # else what the job before left in memory may be all that there is of its last step
                     self.snapshots.arena.others.reclaim()
             else:
-                self.snapshots.arena.await_made()  # a slot that the writer is not told of would stay
-                self.writer.leave()
+                self._leave_writer()
         except BaseException:  # it reads the slots still, and finishes alone
             clean = False
-            self.writer.leave()
+            self._leave_writer()
             raise
         finally:
             self.snapshots.close(clean)
@@ -313,3 +312,10 @@ class Session:
             self.stopwatch.let_go()
             self.group.close()
             self.listener.deliver()
+
+    def _leave_writer(self) -> None:
+        """It finishes alone, and removes the slots: one that it is not told of would stay."""
+        try:
+            self.snapshots.arena.await_made()
+        finally:
+            self.writer.leave()

@@ -90,6 +90,13 @@ def test_close_does_not_wait_for_what_never_began(job: Job, place: str) -> None:
     assert slots(job.root.parent) == []
 
 
+def test_a_close_that_is_interrupted_as_it_listens_to_the_writer_leaves_nothing(job: Job) -> None:
+    with nothing_left(job):
+        ckpt = job.checkpointer(every=1)
+        with interrupted_at("Outcomes.poll"):
+            ckpt.close()
+
+
 @pytest.mark.parametrize("place", ["Stopwatch.begin_step", "Profile.begin", "Turns.agreed"])
 def test_a_step_that_was_interrupted_before_its_word_is_left_out(job: Job, place: str) -> None:
     """The word that this rank gave for it is no reason to refuse the next one."""
