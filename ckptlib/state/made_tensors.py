@@ -74,7 +74,7 @@ def lost(value: object, name: str) -> UnsupportedState:
     )
 
 
-def put_back(module: nn.Module, filled: Mapping[str, object]) -> None:
+def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool) -> None:
     """`filled`: by name within the module, what its `state_dict()` made, and a load filled or made anew.
 
     Collective where the hooks are. Raises StateMismatch where `state_dict()` gives other tensors then.
@@ -84,7 +84,7 @@ def put_back(module: nn.Module, filled: Mapping[str, object]) -> None:
         names = {key: canonical(module, key) for key in state}
         state.update({key: filled[name] for key, name in names.items() if name in filled})
         with keeping_parameters(module):
-            told = give(module, state)
+            told = give(module, state, is_outermost)
         for key in getattr(told, "unexpected_keys", ()):
             if key in names and names[key] in filled and not isinstance(state[key], torch.Tensor):
                 log.warning("%s: nothing of %s takes what was loaded", names[key], type(module).__qualname__)

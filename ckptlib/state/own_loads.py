@@ -27,7 +27,7 @@ def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) 
     `filled`: canonical names; modules in which nothing is filled are left alone. `done`: modules that are loaded
     anyway, with all that is in them.
     """
-    outermost = _innermost(top)
+    outermost = innermost(top)
     own = [(name, m) for name, m in top.named_modules() if _loads_itself(m, m is outermost) or _post_hooks(m)]
     above = _above(filled) if own else set()
     covered = {id(inner) for module in done for inner in module.modules()}
@@ -43,8 +43,14 @@ def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) 
     return calls[::-1]  # as torch has it, those inside come first
 
 
-def give(module: nn.Module, state: dict[str, Any]) -> object:
-    """`load_state_dict()`, which may be a method of the job's own that knows no `strict`."""
+def give(module: nn.Module, state: dict[str, Any], is_outermost: bool) -> object:
+    """`load_state_dict()`, which may be a method of the job's own that knows no `strict`.
+
+    Of a module inside, torch's, where that and its `_load_from_state_dict()` take what torch's `state_dict()` gives:
+    torch calls no other there, and the job's own may want a state of another form.
+    """
+    if not is_outermost and _takes_state(module) and is_of_torch(type(module).state_dict):
+        return nn.Module.load_state_dict(module, state, strict=False)
     parameters = signature(module.load_state_dict).parameters
     knows = "strict" in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     return module.load_state_dict(state, strict=False) if knows else module.load_state_dict(state)
@@ -79,7 +85,7 @@ def resizes(module: nn.Module, attribute: str, shapes: Mapping[str, tuple[int, .
     """Whether a module's own `_load_from_state_dict()` gives its buffer the shape of what is loaded, as torch's fake
     quantizers do, whose buffers are as large as the data they have seen. A copy is asked. `shapes`: of those of
     its buffers that were saved, by attribute."""
-    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict or attribute not in module._buffers:
+    if not _takes_state(module) or attribute not in module._buffers:
         return False
     if type(module._buffers[attribute]) is not torch.Tensor:
         return False
@@ -98,6 +104,11 @@ def resizes(module: nn.Module, attribute: str, shapes: Mapping[str, tuple[int, .
     return not problems and found is not None and tuple(found.shape) == shapes[attribute]
 
 
+def _takes_state(module: nn.Module) -> bool:
+    """Whether it has a `_load_from_state_dict()` of its own, or of its kind, such as BatchNorm's."""
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
 def _copy_of(module: nn.Module) -> Any:
     """With copies of its tensors, and such copies of the modules in it: a loader may put others in their place. Hooks
     are left out: they may hold the module itself, and change that."""
@@ -111,8 +122,8 @@ def _copy_of(module: nn.Module) -> Any:
     return made
 
 
-def _innermost(module: nn.Module) -> nn.Module:
-    """Without wrappers."""
+def innermost(module: nn.Module) -> nn.Module:
+    """Without wrappers: the module whose own `load_state_dict()` torch calls."""
     while (inner := inner_name(module)) is not None:
         module = module._modules[inner]  # type: ignore[assignment]
     return module
@@ -148,7 +159,7 @@ def _load_again(module: nn.Module, is_outermost: bool) -> None:
     with _mode_of(module), torch.no_grad(), keeping_parameters(module):
         state = module.state_dict(keep_vars=True)
         if is_outermost:
-            give(module, state)
+            give(module, state, is_outermost)
         else:
             nn.Module.load_state_dict(module, state, strict=False)
 

@@ -316,6 +316,35 @@ def test_a_module_of_another_size_is_refused(root: Root) -> None:
         root.load({"m": nn.BatchNorm1d(4)})
 
 
+class Kept(Book):
+    """Comes out of a file of its own as well, under a key there; torch asks that of the outermost alone."""
+
+    def load_state_dict(self, state: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        return super().load_state_dict(state["book"], *rest, **options)
+
+
+class Observed(MovingAveragePerChannelMinMaxObserver):
+    """So does this one, and has torch's own way to give its buffers their size."""
+
+    def load_state_dict(self, state: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        return super().load_state_dict(state["observer"], *rest, **options)
+
+
+def observed(num_seen: int = 0) -> nn.Sequential:
+    made = Observed()
+    made(torch.randn(2, num_seen))
+    return nn.Sequential(made)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(nn.Sequential(Kept(3)), nn.Sequential(Kept())), (observed(5), observed())]
+)
+def test_of_a_module_inside_torchs_way_counts(root: Root, source: nn.Module, target: nn.Module) -> None:
+    """It once was given its state by a `load_state_dict()` of its own that knows another one: a KeyError."""
+    root.move({"m": source}, {"m": target})
+    assert same_modules(target, source)
+
+
 def _anew(module: Derived, state: dict[str, Any], name: str) -> None:
     """As models do it that have as many rows as what is loaded."""
     module.weight = nn.Parameter(torch.zeros_like(state[name]))
