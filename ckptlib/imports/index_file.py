@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +21,7 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[Any, T]]) -> dict[s
 
     Raises FormatError where the index and the files do not tell of the same names.
     """
-    document = json_of(index.read_bytes() if index.stat().st_size <= MAX_BYTES else b"", str(index))
-    places = document.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise FormatError(f"{index}: has no weight_map from names to files")
+    places = _places(index)
     files = {
         name: {str(key): value for key, value in read(inside(index.parent, name)).items()}
         for name in sorted(set(places.values()))
@@ -37,6 +35,20 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[Any, T]]) -> dict[s
     if extra:
         raise FormatError(f"{index}: does not name {min(extra)[:200]!r}, which a file of it has")
     return found
+
+
+def has_files(index: Path) -> bool:
+    """Whether any file of an index is there. Raises FormatError."""
+    return any(os.path.exists(index.parent / name) for name in set(_places(index).values()))  # False for any nonsense
+
+
+def _places(index: Path) -> dict[str, str]:
+    """The file that has it, by name."""
+    document = json_of(index.read_bytes() if index.stat().st_size <= MAX_BYTES else b"", str(index))
+    places = document.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise FormatError(f"{index}: has no weight_map from names to files")
+    return places
 
 
 def json_of(data: bytes, what: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptlib.errors import FormatError
 from ckptlib.imports.foreign import Foreign
-from ckptlib.imports.index_file import json_of, read_indexed
+from ckptlib.imports.index_file import has_files, json_of, read_indexed
 from ckptlib.imports.mapped import Mapped, inside
 from ckptlib.imports.safetensors_files import read_safetensors
 from ckptlib.imports.torch_file import read_torch_file
@@ -48,6 +48,8 @@ def _index(directory: Path, pattern: str) -> Path | None:
     found = sorted(directory.glob(pattern))
     if len(found) > 1:
         raise FormatError(f"{directory}: has {len(found)} indexes; give a directory with the one that is meant")
+    if found and pattern == MODEL and any(directory.glob("*.safetensors")) and not has_files(found[0]):
+        return None  # whoever fetches a model's safetensors and JSON files gets that of its other files as well
     return found[0] if found else None
 
 

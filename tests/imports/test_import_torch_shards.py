@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sources import WRITTEN, assert_same_state, refuses
 from torch import nn
 
@@ -55,6 +56,34 @@ def test_transformers_before_safetensors(tmp_path: Path) -> None:
     ckptlib.convert(source, tmp_path / "root")
     found = ckptlib.read(tmp_path / "root")["model"]
     assert_same_state(parts[0] | parts[1], found)
+
+
+def write_both(source: Path, torch_shards: int) -> dict[str, torch.Tensor]:
+    """A model in safetensors, with both indexes, and as many of the two files that the other one names."""
+    source.mkdir()
+    tensors = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(4)}
+    for kind, ending in (("pytorch_model", "bin"), ("model", "safetensors")):
+        places = {name: f"{kind}-{i + 1:05}-of-00002.{ending}" for i, name in enumerate(tensors)}
+        (source / f"{kind}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        for name, file in places.items():
+            if ending == "safetensors":
+                save_file({name: tensors[name]}, source / file)
+    for i, (name, tensor) in enumerate([*tensors.items()][:torch_shards]):
+        torch.save({name: tensor}, source / f"pytorch_model-{i + 1:05}-of-00002.bin")
+    return tensors
+
+
+def test_an_index_whose_files_were_not_fetched(tmp_path: Path) -> None:
+    """Whoever fetches *.safetensors and *.json of a model that has both gets it; the import asked for its files."""
+    tensors = write_both(tmp_path / "source", torch_shards=0)
+    report = ckptlib.convert(tmp_path / "source", tmp_path / "root")
+    assert report.kind == "safetensors"
+    assert_same_state(tensors, ckptlib.read(tmp_path / "root")["model"])
+
+
+def test_an_index_whose_files_were_fetched_in_part(tmp_path: Path) -> None:
+    write_both(tmp_path / "source", torch_shards=1)
+    refuses(tmp_path / "source", tmp_path / "root", "pytorch_model-00002-of-00002.bin")
 
 
 @pytest.mark.parametrize(
