@@ -43,6 +43,7 @@ from ckptlib.stores.base import (
 )
 from ckptlib.stores.bounded import in_thread, on_loop
 from ckptlib.stores.io_limits import IDLE_S, RETRY_S, SLOWEST_BPS
+from ckptlib.stores.retries import Retries
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
 PACK_NBYTES = 64 << 20
@@ -79,13 +80,15 @@ class FsspecStore(Store):
         self._lists_flat = _lists_flat(fs)
 
     def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
-        """Calls a method of the filesystem that moves so many bytes; again where it takes too long.
+        """Calls a method of the filesystem that moves so many bytes; again where it takes too long, or where the store
+        asks for fewer requests by an answer that the backend takes for a refusal.
 
         However long the first try took, another one follows. Raises its errors, and StoreTimeout.
         """
         began = time.monotonic()
         end = until = math.inf if deadline is None else deadline
         limit_s = IDLE_S + nbytes / SLOWEST_BPS
+        throttled = Retries(deadline)
         while True:
             tried = time.monotonic()
             try:
@@ -96,6 +99,11 @@ class FsspecStore(Store):
                 if now >= until:
                     raise StoreTimeout(f"no answer within {now - began:.0f} s, for {nbytes} bytes") from None
                 time.sleep(max(0.0, min(1.0, tried + limit_s - now)))  # the backend itself may be in a hurry
+            except OSError as error:
+                wait_s = throttled.wait_s() if _is_throttled(error) else None
+                if wait_s is None:
+                    raise
+                time.sleep(wait_s)
 
     def _attempt(self, name: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
         """Raises TimeoutError, and the method's errors."""
@@ -285,9 +293,24 @@ class NoBucket(Exception):
 
 def _is_forbidden(error: Exception) -> bool:
     """Whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
+    if _is_throttled(error):
+        return False
     if isinstance(error, PermissionError) or not {401, 403}.isdisjoint(_statuses(error)):
         return True
-    return isinstance(error, OSError) and str(error).startswith("Forbidden: ")  # all that gcsfs tells of 403
+    return _is_gcs_403(error)
+
+
+def _is_gcs_403(error: Exception) -> bool:
+    """gcsfs tells of it by a text alone: "Forbidden: ", the path, and on lines of their own what Google says."""
+    return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
+
+
+def _is_throttled(error: Exception) -> bool:
+    """Whether it is Google's 403 for rateLimitExceeded or userRateLimitExceeded, which gcsfs does not send again.
+
+    https://cloud.google.com/storage/docs/json_api/v1/status-codes
+    """
+    return _is_gcs_403(error) and "rate limit" in str(error).partition("\n")[2].lower()
 
 
 def _is_behind_the_end(error: Exception) -> bool:
