@@ -251,7 +251,7 @@ class Checkpointer:
         if report.save is None and self._beginning is not None:
             report = self._beginning.load(self._state, strict, device)
         self._steps.restored = report.step
-        self._exports.note_restored(report.save)
+        self._exports.note_restored(report.save, report.committed)
         if report.save is not None:
             self._turns.remember(report.save)
         if self._group.rank == 0:

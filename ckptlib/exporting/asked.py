@@ -22,7 +22,9 @@ class Export:
 
         export=ckptlib.Export("out/{step}", format="hf", only="model", strip="model/", dtype="bf16", steps=10_000)
 
-    Another process on rank 0's host exports a step once it is committed; training does not wait for it.
+    Another process on rank 0's host exports a step once it is committed; training does not wait for it. A restart after
+    a kill exports the step that it goes on from, where `steps` names that and it is not there; of earlier steps, what
+    the killed job still owed is left to `ckptlib export`.
 
     out:   a path of rank 0's host, as for `ckptlib.export`; "{step}" in it becomes the step.
     steps: what is exported besides the run's last step: the first save from each of these steps on, every so many or by

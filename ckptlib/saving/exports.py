@@ -63,9 +63,20 @@ class Exports:
         if self._export is not None and self._export.path(0).is_file():
             log.warning("%s is there already, and no export overwrites it; the export will fail", self._export.path(0))
 
-    def note_restored(self, save: SaveId | None) -> None:
-        """If the run turns out to be at its end already, this step is the last one."""
+    def note_restored(self, save: SaveId | None, committed: bool) -> None:
+        """If the run turns out to be at its end already, this step is the last one. And if its export was due, the job
+        before may have been killed before that was written: it is due again.
+
+        `committed`: else it is in memory or on local disks, and is saved again.
+        """
         self._restored = save
+        if self._export is None or save is None or not self._is_due(save.step) or self._export.is_there(save.step):
+            return
+        if committed:
+            self._waiting.append(save)
+            self._taken = save
+        else:
+            self._owed = True
 
     def poll(self, last: Pending | None, step: int) -> None:
         """After each step: begins exports that are due, and reports those that have ended. Waits for nothing. `last`:
@@ -104,7 +115,8 @@ class Exports:
             self._waiting.append(last.save)
             self._taken = last.save  # a program may close twice
         restored, self._restored = self._restored, None  # of a run that was at its end when it was started again
-        if last is None and restored is not None and restored.step == final and not self._export.is_there(final):
+        at_end = last is None and restored is not None and restored.step == final
+        if restored is not None and at_end and restored != self._taken and not self._export.is_there(restored.step):
             self._waiting.append(restored)
         self._go_on()
         if self._running is not None:

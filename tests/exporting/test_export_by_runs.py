@@ -216,6 +216,25 @@ def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     assert torch.equal(load_file(out / "1")["large"], large(tmp_path)["large"])
 
 
+@pytest.mark.parametrize("total", [1, 4])
+def test_a_restart_exports_the_step_that_was_due(tmp_path: Path, total: int) -> None:
+    """The job was killed after the save, and before its export was begun: it was lost without a word."""
+    killed = TRAINER.replace("    ckpt.after_step(2)", "    __import__('os').kill(__import__('os').getpid(), 9)")
+    command = [sys.executable, "-c", killed, str(tmp_path / "root"), str(tmp_path / "out")]
+    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    export, told = ckptlib.Export(tmp_path / "out" / "{step}", steps=lambda step: step in (1, 2)), list[events.Event]()
+    for _ in range(2):  # the second one has nothing to do
+        state = large(tmp_path)
+        with ckptlib.Checkpointer(tmp_path / "root", state, every=4, export=export, on_event=told.append) as ckpt:
+            start = ckpt.restore().step
+            for _ in ckpt.loop(start, total):
+                pass
+    done = [event for event in told if isinstance(event, (events.Exported, events.ExportFailed))]
+    assert [(type(event), event.step) for event in done] == [(events.Exported, step) for step in sorted({1, total})]
+    assert torch.equal(load_file(tmp_path / "out" / "1")["large"], state["large"])
+
+
 def test_a_full_disk_fails_the_export_alone(tmp_path: Path) -> None:
     """By a limit on the size of files, which only the export meets: the tensor is cut into many packs of the run."""
     code = TRAINER.replace("import sys", "import resource, sys").replace(
