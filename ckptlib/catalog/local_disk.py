@@ -18,6 +18,7 @@ from ckptlib.errors import (
     CkptError,
     CorruptData,
     FormatError,
+    NewerFormat,
     ObjectNotFound,
     ObjectUnreadable,
     StoreError,
@@ -45,7 +46,16 @@ def open_disk(path: str, root: Root, store: Store | None) -> None:
     """
     with LocalStore(path) as disk:
         put_new(disk, keys.ROOT, root.encode())
-        found = Root.decode(disk.get(keys.ROOT), f"{disk.url}/{keys.ROOT}")
+        try:
+            found = Root.decode(disk.get(keys.ROOT), f"{disk.url}/{keys.ROOT}")
+        except NewerFormat:
+            raise
+        except (FormatError, CorruptData, ObjectUnreadable) as error:
+            raise type(error)(
+                f"{error}. So nothing tells which root the steps in local={path} are of, and nothing there is used or "
+                f"removed. If no other root ever had this directory, delete {keys.ROOT} in it: the next start puts it "
+                "again, and uses the steps there. Else give local= another directory, without those"
+            ) from error
         is_root = bool(disk.scan(keys.GENERATIONS) or disk.scan(keys.STEPS))
         if store is not None and not is_root:
             probe = f"{PROBE}{keys.new_nonce()}"

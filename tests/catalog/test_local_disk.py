@@ -28,7 +28,7 @@ from ckptlib.catalog.local_disk import (
     sweep_quietly,
     unwanted,
 )
-from ckptlib.errors import StoreError
+from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
@@ -300,6 +300,19 @@ def test_a_disk_belongs_to_one_root(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "disk").iterdir() if path.name != ".tmp"] == ["ckptlib.json"]
     with pytest.raises(StoreError, match=f"root {'a' * 32}, but this job saves to root {'b' * 32}"):
         open_disk(str(tmp_path / "disk"), second, bucket)
+
+
+@pytest.mark.parametrize("at", [10, 40, 80], ids=["form", "digest", "id"])
+def test_a_damaged_document_says_what_to_do(tmp_path: Path, at: int) -> None:
+    root, disk = Root("a" * 32, "xxh3", 60.0), tmp_path / "disk"
+    open_disk(str(disk), root, None)
+    whole = (disk / "ckptlib.json").read_bytes()
+    flip_bit(disk / "ckptlib.json", at)
+    with pytest.raises((FormatError, CorruptData), match=f"local={disk} are of.*delete ckptlib.json in it"):
+        open_disk(str(disk), root, None)
+    (disk / "ckptlib.json").unlink()
+    open_disk(str(disk), root, None)
+    assert (disk / "ckptlib.json").read_bytes() == whole
 
 
 def test_a_root_is_no_disk(tmp_path: Path) -> None:
