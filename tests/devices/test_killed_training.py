@@ -41,6 +41,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(tmp_path: Path, device:
     run("killed", -9)
     began, *told = run("resumed")
     assert 0 < began["step"] <= DIES
-    assert {line["step"] for line in told} >= {EVERY, STEPS}
+    saved = {line["step"] for line in told}
+    assert STEPS in saved
+    assert any(EVERY <= step < STEPS for step in saved), "a save waits for a slot, if need be, and may be a step late"
     for line in (began, *told):
         assert line == {key: whole[line["step"]][key] for key in line}
