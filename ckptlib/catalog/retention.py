@@ -57,7 +57,7 @@ from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
-from ckptlib.stores import Entry, Store
+from ckptlib.stores import Entry, Store, probe
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Sweep:
     condemned: tuple[SaveId, ...]
     """Saves that never committed and became trash."""
     deleted: tuple[Entry, ...]
-    """Objects of trash whose time had come, and layouts, in the order of their deletion."""
+    """Objects of trash whose time had come, layouts, and what killed dry runs left, in the order of their deletion."""
     waiting: tuple[SaveId, ...]
     """Saves without a manifest that are still there, if only as a trash record."""
     broken: frozenset[SaveId] = frozenset()
@@ -134,6 +134,7 @@ def sweep(
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     # Of what is due no part is left, whatever its packs are needed for.
     layouts = _unnamed_layouts(catalog, stock, {*waiting} - {*due} - stock.committed, oldest)
+    probes = probe.left(catalog.store, oldest) if generation is None else []  # a listing that no job has to wait for
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
         refreshes = [save.refresh_key for save in stock.refreshes if is_refresh_done(save, stock, needed)]
@@ -141,13 +142,14 @@ def sweep(
         for stage in stages:  # before anything is put: the store may be full
             _delete(catalog, generation, [entry.key for entry in stage])
         layouts = _delete_layouts(catalog, generation, stock, layouts)
+        _delete(catalog, generation, [entry.key for entry in probes])
         _drop_stale(catalog, generation, [stock.records[save] for save in sorted(stale - under_way)])
         spared = _drop(catalog, generation, dropped, head=max(generations, default=None))
         dropped = [save for save in dropped if save not in spared]
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         catalog.store.clean(oldest, keys.is_known)
-    deleted = tuple(itertools.chain(*stages, layouts))
+    deleted = tuple(itertools.chain(*stages, layouts, probes))
     return Sweep(tuple(dropped), tuple(condemned), deleted, tuple(waiting), frozenset(broken))
 
 

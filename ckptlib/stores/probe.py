@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ckptlib.errors import StoreError
-from ckptlib.stores import Store
+from ckptlib.stores import Entry, Store
 
 PREFIX = "probe/"
+_NAME = re.compile(r"probe/[0-9a-f]{16}")
 
 Result = TypeVar("Result")
 
@@ -37,3 +39,8 @@ def probe(store: Store) -> Mapping[str, float]:
     finally:
         timed("delete", lambda: store.delete(key))
     return seconds
+
+
+def left(store: Store, oldest: float) -> list[Entry]:
+    """What dry runs and measurements that were killed before this moment, by the store's clock, have left."""
+    return [entry for entry in store.scan(PREFIX) if _NAME.fullmatch(entry.key) and entry.modified < oldest]

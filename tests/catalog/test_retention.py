@@ -400,3 +400,21 @@ def test_no_clock_is_left_behind(store: Store, catalog: Catalog) -> None:
     age(store, LATER_S)
     sweep(catalog, None, None)
     assert store.scan(keys.TRASH) == []
+
+
+def test_what_a_killed_probe_left_goes_outside_of_a_job(store: Store, catalog: Catalog) -> None:
+    """A measurement has objects of 100 MiB: they stayed for ever."""
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1))
+    left, foreign = f"probe/{'0a' * 8}", "probe/notes.txt"
+    store.put(left, bytes(100))
+    store.put(foreign, b"mine")
+    assert sweep(catalog, None, None).deleted == (), "it may be under way"
+    age(store, LATER_S)
+    assert sweep(catalog, None, generation).deleted == ()
+    plan = sweep(catalog, None, None, dry_run=True)
+    assert left in all_keys(store)
+    assert [entry.key for entry in plan.deleted] == [left]
+    done = sweep(catalog, None, None)
+    assert (done.deleted, done.nbytes_deleted) == (plan.deleted, 100)
+    assert all_keys(store) & {left, foreign} == {foreign}
