@@ -311,6 +311,21 @@ def _set(file: _TorchFile, node: Made, real: Real) -> Any:
     return set(real(node.arguments[0])) if node.arguments else set()
 
 
+def _frozen(file: _TorchFile, node: Made, real: Real) -> Any:
+    return frozenset(_set(file, node, real))
+
+
+def _complex(file: _TorchFile, node: Made, real: Real) -> Any:
+    return complex(*node.arguments)
+
+
+def _no_bytes(file: _TorchFile, node: Made, real: Real) -> Any:
+    """An empty one, as protocol 2 writes it; empty arrays have one, too."""
+    if node.arguments:
+        raise ValueError("arguments for bytes that are empty")
+    return b""
+
+
 def _encoded(file: _TorchFile, node: Made, real: Real) -> Any:
     """bytes, as protocol 2 writes them."""
     text, encoding = node.arguments
@@ -357,6 +372,10 @@ _MAKERS: dict[str, Callable[[_TorchFile, Made, Real], Any]] = {
     "torch.device": _device,
     "builtins.set": _set,
     "__builtin__.set": _set,
+    "__builtin__.frozenset": _frozen,
+    "__builtin__.complex": _complex,
+    "builtins.complex": _complex,
+    "__builtin__.bytes": _no_bytes,
     "_codecs.encode": _encoded,
     "numpy.dtype": _numpy_dtype,
     "numpy.core.multiarray.scalar": _numpy_scalar,

@@ -242,28 +242,37 @@ def test_an_optimizer_whose_state_has_lists_of_tensors(tmp_path: Path) -> None:
     assert_same_state(model.state_dict(), other.state_dict())
 
 
-def test_plain_values_keep_their_types(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_plain_values_keep_their_types(tmp_path: Path, protocol: int) -> None:
     plain = {
         "none": None,
         "big": 2**70,
         "float": 0.1,
         "nan": np.float64("inf"),
         "bytes": b"\xff\0",
+        "no bytes": b"",
+        "complex": 1 - 2j,
         "text": "a\u00e4",
         "set": {1, 2},
+        "frozen": frozenset({1, 2}),
         "size": torch.Size([1, 2]),
         "dtype": torch.bfloat16,
         "array": np.arange(6).reshape(2, 3),
+        "empty array": np.zeros((0, 2), np.float32),
         "nested": {"a": [1, (2, 3)], 4: "int key"},
         "ordered": OrderedDict(a=1),
     }
-    torch.save({"t": torch.ones(1), **plain, "default": defaultdict(int, a=1)}, tmp_path / "values.pt")
+    saved = {"t": torch.ones(1), **plain, "default": defaultdict(int, a=1)}
+    torch.save(saved, tmp_path / "values.pt", pickle_protocol=protocol)
     ckptlib.convert(tmp_path / "values.pt", tmp_path / "root")
     state = dict.fromkeys((*plain, "default"), 0) | {"t": torch.zeros(1)}
     ckptlib.load(tmp_path / "root", state)
     for name, value in plain.items():
         assert type(state[name]) is type(value), name
-        assert np.array_equal(state[name], value) if name == "array" else state[name] == value, name
+        if isinstance(value, np.ndarray):
+            assert state[name].dtype == value.dtype
+            assert state[name].shape == value.shape
+        assert np.array_equal(state[name], value) if "array" in name else state[name] == value, name
     assert state["default"] == {"a": 1}
 
 
