@@ -45,6 +45,7 @@ from agreement_state import (
     values_of_one_rank,
     values_of_other_stages,
 )
+from helpers.forked_writers import forked_writers
 from rank_cases import run_cases
 
 CASES = [
@@ -86,4 +87,5 @@ CASES = [
 
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    with forked_writers():  # each rank starts some thirty
+        run_cases(CASES)

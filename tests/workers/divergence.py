@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.forked_writers import forked_writers
 from helpers.inside import settle
 from rank_cases import PATIENCE_S, checkpointer, committed, everywhere, rank, run_cases, warnings_of_ckptlib
 from torch import nn
@@ -290,4 +291,5 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    with forked_writers():
+        run_cases(CASES)
