@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -315,7 +314,7 @@ def test_a_generator_that_the_step_before_lacks_is_as_it_was_behind_a_damaged_on
 def test_generators_that_an_imported_step_lacks_are_as_they_were_behind_a_damaged_one(tmp_path: Path) -> None:
     root, weights = tmp_path / "root", torch.zeros(300_000)
     torch.save({"w": torch.full((300_000,), 1.0)}, tmp_path / "w.pt")
-    subprocess.run([sys.executable, "-m", "ckptlib.cli", "import", tmp_path / "w.pt", root], check=True)
+    ckptlib.convert(tmp_path / "w.pt", root)
     with ckptlib.Checkpointer(root, {"model": {"w": weights}}, every=1000) as ckpt:
         assert ckpt.restore().step == 0
         weights += 1
