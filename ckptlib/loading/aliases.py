@@ -10,10 +10,10 @@ from ckptlib.format.box import Box
 
 
 def repeats(tensor: torch.Tensor) -> bool:
-    """Whether two of a tensor's elements are one in memory, as in an expanded one: it cannot hold what was saved."""
-    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-    if not tensor.numel() or not dims:
+    """Whether two of a tensor's elements are one in memory, as in an expanded one: it cannot hold all values."""
+    if tensor.is_contiguous():  # first: there may be thousands
         return False
+    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     reach, apart = 0, True
     for step, size in dims:
         apart = apart and step > reach

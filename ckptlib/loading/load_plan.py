@@ -236,9 +236,6 @@ class LoadPlan:
                 f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
             )
             return
-        if any(repeats(piece) for _, piece in leaf.pieces):
-            self.mismatch(f"{name}: elements of the target share memory; give tensor.contiguous()")
-            return
         first = self._filled.get(id(tensor))
         if first is None:
             self._filled[id(tensor)] = Filler(tensor, entry.name)

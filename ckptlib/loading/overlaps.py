@@ -1,7 +1,8 @@
-"""Targets of a load whose memory is in part that of another one, such as slices of a buffer beside all of it.
+"""Targets of a load whose memory is in part that of another one, such as slices of a buffer beside all of it, and those
+of which several elements lie in one place, such as a buffer that was expanded.
 
-Each of them would be filled over what was read into the other, and whichever came last would stay. So they are read
-into memory of their own; then all are copied to where they belong, and each must still be what was read.
+Each would be filled over what was read into the other, and whichever came last would stay. So they are read into memory
+of their own; then all are copied to where they belong, and each must still be what was read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ckptlib.errors import StateMismatch
+from ckptlib.loading.aliases import repeats
 from ckptlib.loading.targets import outside_inference
 from ckptlib.reading.reader import Want
 from ckptlib.state.raw_bytes import bytes_of, copyable
@@ -38,12 +40,14 @@ class Apart:
     read: TensorWant
     into: TensorWant
     others: tuple[str, ...]
-    """Names of those whose memory it shares."""
+    """Names of those whose memory it shares; none where only its own elements share theirs."""
 
 
 def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[Apart]]:
     """What is to be read, and those that `bring_together` is to be called with behind that."""
-    with_others: dict[int, set[int]] = {}
+    with_others: dict[int, set[int]] = {
+        n: set() for n, want in enumerate(wants) if any(repeats(piece) for _, piece in want.pieces)
+    }
     for spans in _meeting(wants):
         members = {span.want for span in spans}
         if len(members) > 1 and _share(wants, spans):
@@ -63,9 +67,14 @@ def bring_together(apart: Sequence[Apart], step: int) -> None:
     with outside_inference(), torch.no_grad():
         for each in apart:
             for piece, found in _pairs(each):
-                piece.copy_(found)
+                _each_once(piece, piece).copy_(_each_once(found, piece))
         for each in apart:
             if not all(_is_copy(piece, found) for piece, found in _pairs(each)):
+                if not each.others:
+                    raise StateMismatch(
+                        f"{each.read.name}: elements of the target share memory, and step {step} has other values for "
+                        "them; give tensor.contiguous()"
+                    )
                 more = f" and {len(each.others) - 4} more" if len(each.others) > 4 else ""
                 raise StateMismatch(
                     f"{each.read.name}: its memory is in part that of {', '.join(each.others[:4])}{more}, and step "
@@ -81,6 +90,15 @@ def _empty_for(piece: torch.Tensor) -> torch.Tensor:
 def _pairs(apart: Apart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for (_, piece), (_, found) in zip(apart.into.pieces, apart.read.pieces, strict=True):
         yield copyable(piece), copyable(found)
+
+
+def _each_once(tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that is at the first index of each dim along which `piece` stands still: torch writes to no
+    element twice there."""
+    for dim, step in enumerate(piece.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _is_copy(piece: torch.Tensor, found: torch.Tensor) -> bool:
@@ -127,7 +145,7 @@ def _is_dense(piece: torch.Tensor) -> bool:
 
 def _share(wants: Sequence[TensorWant], spans: Sequence[Span]) -> bool:
     """Whether any two of these have an element in one place; columns of one matrix, for one, have not."""
-    pieces = [wants[span.want].pieces[span.piece][1] for span in spans]
+    pieces = [_each_once(piece, piece) for span in spans for _, piece in [wants[span.want].pieces[span.piece]]]
     dense = [span for span, piece in zip(spans, pieces, strict=True) if _is_dense(piece)]
     if any(later.begin < earlier.end for earlier, later in pairwise(dense)):
         return True

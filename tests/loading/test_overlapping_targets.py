@@ -1,4 +1,4 @@
-"""Targets of a load that share a part of their memory."""
+"""Targets of a load that share a part of their memory, with each other or within themselves."""
 
 from __future__ import annotations
 
@@ -91,6 +91,43 @@ def test_equal_names_and_a_parameter(root: Root) -> None:
     assert torch.equal(found, flat)
 
 
+def repeated(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Two expanded tensors, one of which another lies beside, and windows that slide over a signal."""
+    return {"wide": flat[:3, None].expand(3, 4), "deep": flat[3:5].expand(2, 3, 2), "windows": flat[4:].unfold(0, 4, 2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_elements_in_one_place(root: Root, dtype: torch.dtype) -> None:
+    flat = torch.randn(12).to(dtype)
+    flat[1] = flat[2]
+    found = torch.zeros(12, dtype=dtype)
+    root.move(repeated(flat), repeated(found))
+    assert torch.equal(found, flat)
+
+
+@pytest.mark.parametrize("name", ["wide", "deep", "windows"])
+def test_other_values_for_elements_in_one_place(root: Root, name: str) -> None:
+    saved = {key: value.clone() for key, value in repeated(torch.randn(13)[:12]).items()}
+    saved[name].view(-1)[-3] += 1
+    with pytest.raises(ckptlib.StateMismatch, match=f"{name}: .*other values for them"):
+        root.move({name: saved[name]}, {name: repeated(torch.zeros(12))[name]})
+
+
+def test_an_expanded_buffer_of_a_module(root: Root) -> None:
+    """It stays the view that it is of the one beside it."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.arange(3.0) + start)
+            self.register_buffer("grid", self.scale.expand(2, 3))
+
+    module = Scaled(0.0)
+    root.move({"model": Scaled(5.0)}, {"model": module})
+    assert torch.equal(module.get_buffer("grid"), torch.tensor([[5.0, 6.0, 7.0]]).repeat(2, 1))
+    assert module.get_buffer("grid").data_ptr() == module.get_buffer("scale").data_ptr()
+
+
 PIECE = st.tuples(
     st.integers(0, 30), st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=3), st.booleans()
 )
@@ -102,17 +139,18 @@ PIECE = st.tuples(
     drawn=[(1, [(3, 2), (3, 2)], False), (2, [], False)]
 )  # as many elements as its span has places, in every other
 def test_those_that_share(drawn: list[Any]) -> None:
-    """All that share an element are set apart; nothing is where no two do."""
-    base, places, wants = torch.zeros(100, dtype=torch.int32), [], []
+    """All that share an element are set apart, and those that have one twice; nothing is where there is none."""
+    base, places, wants, share = torch.zeros(100, dtype=torch.int32), [], [], set()
     for n, (begin, dims, short) in enumerate(drawn):
         of = base.view(torch.int16) if short else base
         piece = of.as_strided([size for size, _ in dims], [step for _, step in dims], begin)
         wants.append(Want(str(n), ((Box.whole(piece.shape), piece),)))
         each = 2 if short else 4
         indices = product(*(range(size) for size, _ in dims))
-        firsts = (begin + sum(i * step for i, (_, step) in zip(at, dims, strict=True)) for at in indices)
+        firsts = [begin + sum(i * step for i, (_, step) in zip(at, dims, strict=True)) for at in indices]
+        share |= {n} if len({*firsts}) < len(firsts) else set()
         places.append({first * each + i for first in firsts for i in range(each)})
-    share = {a for a in range(len(drawn)) if any(places[a] & places[b] for b in range(len(drawn)) if b != a)}
+    share |= {a for a in range(len(drawn)) if any(places[a] & places[b] for b in range(len(drawn)) if b != a)}
     read, apart = set_apart(wants)
     assert {each.into.name for each in apart} >= {str(n) for n in share}
     assert bool(apart) == bool(share)
