@@ -21,6 +21,7 @@ from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.shared_documents import put_new
+from ckptlib.catalog.step_objects import check_there
 from ckptlib.catalog.uses import times_of
 from ckptlib.errors import (
     CorruptData,
@@ -65,9 +66,12 @@ class Committer:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
 
-    def commit(self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None) -> Manifest:
+    def commit(
+        self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None, left: bool = False
+    ) -> Manifest:
         """Makes the step exist. `names`: one part per rank. `elapsed`: since the caller began to look for
-        these; None for a save that a dead generation left.
+        these; None for a save that a dead generation left. `left`: whoever saved it is gone, so nobody knows how long
+        its parts took, and sweeps may have deleted its packs before they came: these are looked for.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
         element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
@@ -81,6 +85,8 @@ class Committer:
         elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
+        if left:
+            _check_packs(catalog, save, names)
         catalog.shared.check_there()
         check_may_commit(catalog, save)
         catalog.shared.put_copies(manifest.layouts)
@@ -142,10 +148,10 @@ class Committer:
         world_size: int,
         seconds_left: Callable[[], float],
         usual_s: float = 0.0,
-        despite_failures: bool = False,
+        left: bool = False,
     ) -> Manifest:
-        """Waits for a part of every rank, then commits. `usual_s`: what this rank took for its own share.
-        `despite_failures`: that ranks have published some is no reason to give up early.
+        """Waits for a part of every rank, then commits. `usual_s`: what this rank took for its own share. `left`: as
+        of `commit`; that ranks have published failures is no reason to give up early, then.
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
@@ -155,11 +161,11 @@ class Committer:
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
             found = self.catalog.parts(save)
-            if not despite_failures:
+            if not left:
                 _raise_failure(self.catalog, save, found)
             names, missing = choose_parts(found, world_size)
             if not missing:
-                return self.commit(save, names, elapsed)
+                return self.commit(save, names, elapsed, left)
             if seconds_left() <= 0:
                 _raise_failure(self.catalog, save, found)
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
@@ -207,6 +213,15 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
         raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
     _settle(catalog, save, names, doubts)
     return _Proved(ranks_by_layout(found), nbytes, nbytes_state), doubts, first
+
+
+def _check_packs(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:
+    """Raises SaveFailed where one that these parts name is not as they say."""
+    packs = {pack.key: pack.nbytes for part in each(catalog.part, names) for pack in part.packs}
+    try:
+        check_there(catalog, packs)
+    except (CorruptData, ObjectNotFound) as error:
+        raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
 
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
@@ -296,7 +311,7 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
         if missing:
             return False
         # By a new one, which reads all of them: nobody is left who knows whether these parts are whole.
-        Committer(catalog).commit(save, complete)
+        Committer(catalog).commit(save, complete, left=True)
     except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
         log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
         return False  # damaged or incomplete: it never existed, and retention will sweep it

@@ -126,7 +126,7 @@ def _complete(
             return deadline - time.monotonic()
 
         # Of what all ranks held, a second snapshot may have been under way as the job died, and its failure published.
-        manifest = committer.commit_when_whole(save, world_size, seconds_left, despite_failures=True)
+        manifest = committer.commit_when_whole(save, world_size, seconds_left, left=True)
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
     elif in_doubt:
         _await_commit(catalog, save)

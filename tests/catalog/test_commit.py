@@ -294,3 +294,17 @@ def test_what_somebody_gave_up_is_never_finished(store: Store, catalog: Catalog)
     store.put(name.key, document)
     assert finish_saves(catalog, GenerationId(2, "0" * 8)) == []
     assert catalog.saves() == []
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_lacks_a_pack_is_never_finished(store: Store, catalog: Catalog, cut: bool) -> None:
+    """Its machine slept as it put its part, and sweeps had deleted its packs by then: nobody could load the step."""
+    save, _ = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    packs = [entry.key for entry in store.scan(save.packs_prefix)]
+    assert len(packs) == 2
+    data = store.get(packs[1])
+    store.delete(packs[1])
+    if cut:
+        store.put(packs[1], data[:-1])
+    assert finish_saves(catalog, GenerationId(2, "0" * 8)) == []
+    assert catalog.saves() == []

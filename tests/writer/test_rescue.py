@@ -339,6 +339,16 @@ def test_what_is_committed_is_not_put_again(job: Job) -> None:
     assert sorted(entry.key for entry in job.catalog.store.scan("")) == before
 
 
+def test_a_part_that_came_when_its_pack_was_gone_makes_no_step(job: Job) -> None:
+    """A machine slept as it put its part, and sweeps deleted the pack meanwhile; the part is there at the next try."""
+    save, store = job.snapshot(15), job.catalog.store
+    with ThreadPoolExecutor(1) as executor:
+        Persister(store, executor, 1, RANKS, 1e9).persist(job.hosts[1][1], save)
+    store.delete(*(entry.key for entry in store.scan(save.packs_prefix)))
+    assert any(isinstance(error, SaveFailed) for error in job.rescue({0: save, 1: save}))
+    assert job.catalog.visible() == []
+
+
 def test_two_snapshots_of_one_step_are_never_mixed(job: Job) -> None:
     """One for memory only, then a save of another state at that step; of this one rank 0 alone has put its part."""
     save = job.snapshot(15)
