@@ -348,7 +348,10 @@ def _work(
     algorithm: str,
     attempt: Callable[[memoryview], Attempt] | None,
 ) -> _Work:
-    tried = None if attempt is None else attempt(raw)
+    try:
+        tried = None if attempt is None else attempt(raw)
+    except MemoryError:  # as of the encoder that comes next: without, the chunk is stored as it is
+        tried = Attempt(None, None)
     if codec is None or (tried is not None and tried.frame is not None):
         return _Work(tried, None, None, None, time.monotonic())
     try:

@@ -42,24 +42,29 @@ _memory = _Memory()
 
 
 def encode(codec: Codec, raw: memoryview, content: Content, algorithm: str) -> tuple[bytes, Rounded | None] | None:
-    """A frame that gives `raw` back, or, of a lossy codec, what it keeps of it; None: it is better stored as it is.
+    """A frame that gives `raw` back, or, of a lossy codec, what it keeps of it; None: it is better stored as it is, or
+    there is no memory for anything else.
 
-    Raises WrongFrame, and what the encoder raises.
+    Raises WrongFrame, and what else the encoder raises.
     """
-    frame = codec.encode(raw, content)
-    if frame is None:
+    try:
+        frame = codec.encode(raw, content)
+        if frame is None:
+            return None
+        with _any_error_is_wrong():
+            if not codec.lossless:
+                return frame, _rounded(codec, raw, frame, algorithm)
+            _check_same(_decoded(raw, frame, codec.decode), raw)
+            return frame, None
+    except MemoryError:
         return None
-    with _any_error_is_wrong():
-        if not codec.lossless:
-            return frame, _rounded(codec, raw, frame, algorithm)
-        _check_same(_decoded(raw, frame, codec.decode), raw)
-        return frame, None
 
 
 def check_patch(
     codec: SummaryCodec, raw: memoryview, frame: bytes, summary: memoryview, base_summary: memoryview, content: Content
 ) -> None:
-    """Raises WrongFrame for one that does not give `raw` back from any base that `base_summary` tells the truth of."""
+    """Raises WrongFrame for one that does not give `raw` back from any base that `base_summary` tells the truth of, and
+    MemoryError."""
     with _any_error_is_wrong():
         if len(_memory.base) < len(raw):
             _memory.base = bytearray(len(raw))
@@ -70,10 +75,10 @@ def check_patch(
 
 @contextmanager
 def _any_error_is_wrong() -> Iterator[None]:
-    """A bug may raise anything. There is no I/O here."""
+    """A bug may raise anything; only want of memory is none. There is no I/O here."""
     try:
         yield
-    except WrongFrame:
+    except (WrongFrame, MemoryError):
         raise
     except Exception as error:
         raise WrongFrame(f"it is refused: {type(error).__name__}: {error}") from error

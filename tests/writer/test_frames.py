@@ -69,6 +69,29 @@ class Raises(Planes):
         raise IndexError("a bug, as planned")
 
 
+class WantsMemory(Planes):
+    """Finds no memory for its first chunk, where it encodes or where it decodes."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where, self.num_met = where, 0
+
+    def _take(self, where: str) -> None:
+        if where == self._where and not self.num_met:
+            self.num_met += 1
+            raise MemoryError
+
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        self._take("encode")
+        return super().encode(raw, content)
+
+    @override
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        self._take("decode")
+        super().decode(frame, out)
+
+
 class LeavesOut(Planes):
     """Decodes half of the chunk, and leaves the rest as it finds it."""
 
@@ -136,6 +159,19 @@ class BrokenBound(Linear8):
         return None if frame is None else np.zeros(2).tobytes() + frame[16:]
 
 
+class PatchWantsMemory(PatchCodec):
+    """Finds no memory for its first check."""
+
+    num_met = 0
+
+    @override
+    def decode(self, frame: memoryview, base: memoryview, out: memoryview) -> None:
+        if not self.num_met:
+            self.num_met += 1
+            raise MemoryError
+        super().decode(frame, base, out)
+
+
 class BrokenPatch(PatchCodec):
     def __init__(self, how: Break) -> None:
         self._how = how
@@ -201,6 +237,25 @@ def test_what_decodes_wrongly_is_not_stored(
     arrays["w"] += 1
     job.check(job.save(arrays), arrays)
     assert speed == (encoding.nbytes, encoding.per_byte), "what is not encoded tells nothing of the speed of encoders"
+
+
+@pytest.mark.parametrize("where", ["encode", "decode"])
+def test_want_of_memory_is_no_wrong_frame(
+    tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """The codec was not trusted any more until the job ended, and the log asked for a report of a bug."""
+    codec = WantsMemory(where)
+    use(codec)
+    job, arrays = OneRank(tmp_path, MemoryStore(), "planes"), {"w": weights(16)}
+    part = job.save(arrays)
+    assert codec.num_met == 1
+    assert codecs_of(part).count("raw") == 1, "that chunk, and no other"
+    job.check(part, arrays)
+    arrays["w"] += 1
+    part = job.save(arrays)
+    assert {*codecs_of(part)} == {"planes"}
+    job.check(part, arrays)
+    assert errors(caplog) == []
 
 
 def test_what_the_last_frame_decoded_to_makes_no_other_right() -> None:
@@ -290,6 +345,22 @@ def test_wrong_patches_are_stored_whole(
     assert "step 2: codec patch made a wrong frame of table" in error
     assert job.persister._coder._patches is not None
     assert job.persister._coder._patches.summaries_nbytes == 0, "they serve nothing any more"
+
+
+def test_want_of_memory_is_no_wrong_patch(tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture) -> None:
+    codec = PatchWantsMemory()
+    use(codec)
+    job, table = OneRank(tmp_path, MemoryStore(), "planes"), weights(2)
+    found = []
+    for seed in range(6):
+        table[seed::500] = np.random.default_rng(seed).normal(size=table[seed::500].shape)
+        part = job.save({"table": table})
+        job.check(part, {"table": table})
+        found.append({*codecs_of(part)})
+    assert codec.num_met == 1
+    assert "planes" in found[1], "of that chunk"
+    assert "patch" in found[2], "it is trusted as before"
+    assert errors(caplog) == []
 
 
 def test_auto_counts_what_it_takes_to_decode_again(tmp_path: Path, use: Use) -> None:
