@@ -57,7 +57,7 @@ class Untried:
         self, session: Session, inventory: Inventory, on_disks: Mapping[SaveId, LocalStep], step: int | str | None
     ) -> None:
         """Collective. `step`: nothing but this one; then it is listed once."""
-        self._session, self._inventory, self._on_disks, self._step = session, inventory, on_disks, step
+        self._session, self._inventory, self._step = session, inventory, step
         self._left = [*_candidates(session, inventory, on_disks, step)]
         self._listed = {candidate.save for candidate in self._left}
         self._tried: set[tuple[SaveId, str, SnapshotId | None]] = set()
@@ -65,6 +65,11 @@ class Untried:
 
     def __bool__(self) -> bool:
         return bool(self._left)
+
+    @property
+    def next(self) -> SaveId | None:
+        """The step of the next one."""
+        return self._left[0].save if self._left else None
 
     def take(self) -> Candidate | None:
         """The next one."""
@@ -74,12 +79,12 @@ class Untried:
         self._tried.add(candidate.way)
         return candidate
 
-    def look_again(self) -> None:
+    def look_again(self, on_disks: Mapping[SaveId, LocalStep]) -> None:
         """After one that could not be used. Collective. Raises CheckpointNotFound where steps go as fast as they come:
         an older one that stays would be the wrong one."""
         if self._step is not None:
             return
-        found = [*_candidates(self._session, self._inventory, self._on_disks)]
+        found = [*_candidates(self._session, self._inventory, on_disks)]
         self._left = [candidate for candidate in found if candidate.way not in self._tried]
         newer = {candidate.save for candidate in found} - self._listed
         self._listed |= newer

@@ -142,7 +142,11 @@ def restore(
             newer = newer or isinstance(error, NewerFormat)
             if candidate.local is not None:
                 useless.add(candidate.save)
-            untried.look_again()
+            if candidate.snapshot is not None:  # nobody waited for its writers, some of which may yet have it to commit
+                _await_orphans(session, untried.next)
+                _finish(session)
+                on_disks = _look_at_disks(session, step)
+            untried.look_again(on_disks)
             if session.group.rank == 0:
                 log.error(
                     "step %s in %s %s and is skipped%s: %s",

@@ -20,6 +20,7 @@ from workers import crash_jobs, crash_oracle, left_jobs
 import ckptlib
 from ckptlib.errors import Superseded
 from ckptlib.recovery import restore
+from ckptlib.recovery.memory_source import InMemory
 from ckptlib.slots import slot as slots
 from ckptlib.slots.writer_lock import SUFFIX
 
@@ -178,6 +179,33 @@ def test_what_is_newer_than_a_snapshot_in_memory_is_waited_for(left: Left, waiti
     with ckptlib.Checkpointer(left.root, state.mapping, every=10**6, peers=peers) as ckpt:
         report = ckpt.restore()
         assert (waiting, report.step, report.in_memory) == (["waits"], 2, True)
+        state.check(2)
+    assert [info.step for info in ckptlib.checkpoints(left.root)] == [1, 2]
+
+
+@pytest.mark.parametrize("tier", ["store", "local"])
+def test_a_step_whose_memory_is_given_back_meanwhile_is_waited_for(
+    left: Left, waiting: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """Its job had no peers, so each writer lets go of its slot as its own share is durable: rank 1's behind the
+    restart's look at the memory, and rank 0's not before the restart waits for it."""
+    local = {} if tier == "store" else {"local": str(tmp_path / "disk")}
+    told = {"url": str(left.root), "drains": tier == "store", **local}
+    jobs = crash_jobs.start(left_jobs.die_with_stopped_writers, tmp_path, 2, **told)
+    left.writer, other = (job.wait_for("dies")["writer"] for job in jobs)
+    assert {job.join() for job in jobs} == {-signal.SIGKILL}
+
+    def open_late(*args: Any) -> InMemory:
+        os.kill(other, signal.SIGCONT)
+        until(lambda: not alive(other))
+        return InMemory(*args)
+
+    monkeypatch.setattr(restore, "InMemory", open_late)
+    state = crash_jobs.State(crash_jobs.NUMEL)
+    options: dict[str, Any] = {"every": 10**6, "peers": ckptlib.Peers(copies=0), **local}
+    with ckptlib.Checkpointer(left.root, state.mapping, **options) as ckpt:
+        report = ckpt.restore()
+        assert (waiting, report.step, report.tier) == (["waits"], 2, tier)
         state.check(2)
     assert [info.step for info in ckptlib.checkpoints(left.root)] == [1, 2]
 

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from helpers.inside import writer_of
+import torch.distributed as dist
+from helpers.inside import session_of, writer_of
 from helpers.writers import stop
-from workers.crash_jobs import NUMEL, POLL_S, WAIT_S, State, Teller, checkpointer, take
+from workers.crash_jobs import NUMEL, POLL_S, WAIT_S, State, Teller, checkpointer, settle, take
 
+from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.staging.stager import Stager
 
 
@@ -62,3 +64,21 @@ def die_restored(tell: Teller, rank: int, *, url: str, **kwargs: Any) -> None:
 
         Stager.begin = die  # type: ignore[assignment, method-assign]
         ckpt.restore()
+
+
+def die_with_stopped_writers(tell: Teller, rank: int, *, url: str, drains: bool, **kwargs: Any) -> None:
+    """Step 1 is committed; SIGKILL when all ranks have step 2 in memory, of which no writer has read. `drains`: whether
+    that is to go to the store."""
+    state = State(NUMEL)
+    with checkpointer(url, state, **kwargs) as ckpt:
+        ckpt.restore()
+        state.advance()
+        settle(tell, take(ckpt, state, 1))
+        stop(writer_of(ckpt).pid)
+        state.advance()
+        pending = save_step(session_of(ckpt), SaveOrder(state.mapping, 2, drains=drains))
+        pending.staging.go()
+        pending.wait_staged(WAIT_S)
+        tell("dies", writer=writer_of(ckpt).pid)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
