@@ -153,6 +153,8 @@ class DiskSweeper:
         """By the key of a part: the packs that it names."""
         self._layouts: dict[str, str] = {}
         """By the key of a part of any rank: the key of its layout."""
+        self._told = False
+        """Whether the log says that somebody has taken the disk for a root."""
 
     def sweep(self, generation: GenerationId, stays: Stays) -> list[Entry]:
         """Returns which objects were removed. None, as long as it is not known which steps a restart needs.
@@ -167,7 +169,12 @@ class DiskSweeper:
         if unknown or (stays.whole is not None and stays.whole.generation != generation):
             return []
         earlier = frozenset[SaveId]() if stays.replaces else stays.earlier
-        objects = [*parts, *store.scan(keys.PACKS)]
+        foreign = self._of_a_root()
+        objects = [
+            entry
+            for entry in (*parts, *store.scan(keys.PACKS))
+            if (save := _save_of(entry)) is None or save.generation not in foreign
+        ]
         if earlier is None:
             saves_of = ((_save_of(entry), entry) for entry in objects)
             objects = [entry for save, entry in saves_of if save is not None and save.generation == generation]
@@ -185,6 +192,21 @@ class DiskSweeper:
         for entry in gone:
             store.delete(entry.key)
         return gone + self._sweep_layouts(oldest)
+
+    def _of_a_root(self) -> set[GenerationId]:
+        """Generations whose record is here: somebody has saved to the directory as to a root since the job began, and
+        was told that this is committed. Those of a local tier have theirs in the store."""
+        listed = [entry.key for entry in self._disk.store.scan(keys.GENERATIONS)]
+        found = {*filter(None, map(keys.parse_generation_key, listed))}
+        if found and not self._told:
+            self._told = True
+            log.warning(
+                "%s: somebody saves there as to a root, by Checkpointer, save, import or copy, and it is the local= of "
+                "this job. Those steps are left alone, and the job will not start again with such a directory: give "
+                "one of the two another place",
+                self._disk.store.url,
+            )
+        return found
 
     def _now(self, parts: Iterable[Entry]) -> float:
         """When this rank put its newest part, by the disk's own clock: not later than now. The host's time before that.

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import make_generation, make_root, put_parts
 from typing_extensions import override
 
+import ckptlib
 from ckptlib.catalog.begun import Begun, note, noted
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import (
@@ -78,7 +80,7 @@ def test_only_what_this_rank_put_and_what_older_generations_left_goes() -> None:
 
 def make_disk(path: Path) -> tuple[Catalog, GenerationId]:
     catalog = make_root(LocalStore(str(path)))
-    return catalog, make_generation(catalog)
+    return catalog, GenerationId(7, "0000000a")  # whose record is in the store
 
 
 def put(disk: Catalog, generation: GenerationId, step: int, num_ranks: int = 2) -> SaveId:
@@ -97,6 +99,22 @@ def test_a_sweep_removes_parts_before_packs_and_leaves_the_other_ranks(tmp_path:
         assert {*disk.parts(save)} == {0, 1}
         assert part_there(disk, save, 0) is not None
     assert sweeper.sweep(generation, Stays(saves[3], -1, {saves[1]}, 1)) == []
+
+
+def test_what_somebody_saved_there_as_to_a_root_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An import into the directory was committed, and read back; then the job took it for leftovers of a job before."""
+    disk, generation = make_disk(tmp_path / "disk")
+    sweeper = DiskSweeper(disk, 0)
+    old = put(disk, GenerationId(6, "0000000b"), 1)
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "file.pt")
+    ckptlib.convert(tmp_path / "file.pt", tmp_path / "disk", step=2)
+    saves = [put(disk, generation, step) for step in range(3, 6)]
+    for _ in range(2):
+        sweeper.sweep(generation, Stays(saves[2], -1, frozenset(), 1))
+    assert disk.parts(old) == {}
+    assert [*disk.parts(saves[0])] == [1], "of this rank it is gone"
+    assert torch.equal(ckptlib.read(tmp_path / "disk", step=2)["model"]["w"], torch.arange(1000.0))
+    assert caplog.text.count("somebody saves there as to a root") == 1
 
 
 def test_nothing_goes_while_a_part_that_stays_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,8 +342,8 @@ def test_a_root_is_no_disk(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(fresh)
     with pytest.raises(ValueError, match="is a root of its own, or the job's"):
         open_disk(str(fresh), root, LocalStore(str(tmp_path / "link" / ".." / "fresh")))
-    catalog, generation = make_disk(tmp_path / "other")
-    put(catalog, generation, 1)
+    catalog = make_root(LocalStore(str(tmp_path / "other")))
+    put(catalog, make_generation(catalog), 1)
     with pytest.raises(ValueError, match="is a root of its own, or the job's"):
         open_disk(str(tmp_path / "other"), catalog.root(), None)
 
