@@ -251,7 +251,6 @@ class Checkpointer:
         if report.save is None and self._beginning is not None:
             report = self._beginning.load(self._state, strict, device)
         self._steps.restored = report.step
-        self._exports.note_restored(report.save, report.committed)
         if report.save is not None:
             self._turns.remember(report.save)
         if self._group.rank == 0:
@@ -267,6 +266,7 @@ class Checkpointer:
             )
         if only is None:  # on all ranks
             self._steps.last = keep_restored(self._session, self._state, report, marks, self._steps.miss)
+        self._exports.note_restored(report.save, report.committed, self._steps.last)
         self._session.listener.deliver()
         return report
 

@@ -63,11 +63,11 @@ class Exports:
         if self._export is not None and self._export.path(0).is_file():
             log.warning("%s is there already, and no export overwrites it; the export will fail", self._export.path(0))
 
-    def note_restored(self, save: SaveId | None, committed: bool) -> None:
+    def note_restored(self, save: SaveId | None, committed: bool, again: Pending | None) -> None:
         """If the run turns out to be at its end already, this step is the last one. And if its export was due, the job
         before may have been killed before that was written: it is due again.
 
-        `committed`: else it is in memory or on local disks, and is saved again.
+        `committed`: else it is in memory or on local disks, and was saved `again`, where there was room.
         """
         self._restored = save
         if self._export is None or save is None or not self._is_due(save.step) or self._export.is_there(save.step):
@@ -75,8 +75,9 @@ class Exports:
         if committed:
             self._waiting.append(save)
             self._taken = save
-        else:
-            self._owed = True
+            return
+        self._owed = True
+        self._watch(again)
 
     def poll(self, last: Pending | None, step: int) -> None:
         """After each step: begins exports that are due, and reports those that have ended. Waits for nothing. `last`:
@@ -87,13 +88,17 @@ class Exports:
         if self._export is None:
             return
         self._owed = self._owed or self._is_due(step)
+        self._watch(last)
+        self._see_watched()
+        self._go_on()
+
+    def _watch(self, last: Pending | None) -> None:
+        """The latest save is the one to be exported, if that is owed and it goes to the store."""
         if last is not None and last.save != self._seen:
             self._seen = last.save
             if last.drains and self._owed:
                 self._watched.append(last)
                 self._taken, self._owed = last.save, False
-        self._see_watched()
-        self._go_on()
 
     def _see_watched(self) -> None:
         while self._watched and (self._watched[0].committed or self._watched[0].error is not None):

@@ -235,6 +235,25 @@ def test_a_restart_exports_the_step_that_was_due(tmp_path: Path, total: int) -> 
     assert torch.equal(load_file(tmp_path / "out" / "1")["large"], state["large"])
 
 
+def test_a_restart_exports_a_step_that_a_local_disk_alone_has(tmp_path: Path) -> None:
+    options = "local=out + '/../disk', drain=ckptlib.Steps(100), export=ckptlib.Export(out + '/{step}', steps=1)"
+    killed = TRAINER.replace('export=ckptlib.Export(out + "/{step}", steps=1)', options)
+    killed = killed.replace("wait_committed()", "wait_local()")
+    killed = killed.replace("    ckpt.after_step(2)", "    __import__('os').kill(__import__('os').getpid(), 9)")
+    command = [sys.executable, "-c", killed, str(tmp_path / "root"), str(tmp_path / "out")]
+    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == -signal.SIGKILL
+    assert steps(tmp_path / "root") == []
+    export, told = ckptlib.Export(tmp_path / "out" / "{step}", steps=lambda step: step == 1), list[events.Event]()
+    tier = {"local": tmp_path / "disk", "drain": ckptlib.Steps(100)}
+    with ckptlib.Checkpointer(
+        tmp_path / "root", large(tmp_path), every=1, export=export, on_event=told.append, **tier
+    ) as ckpt:
+        assert ckpt.restore().tier == "local"
+        ckpt.after_step(2)  # so that the one that was saved again is the latest no more
+        ckpt.save(3)
+    assert [event.step for event in told if isinstance(event, events.Exported)] == [1, 3]
+
+
 def test_a_full_disk_fails_the_export_alone(tmp_path: Path) -> None:
     """By a limit on the size of files, which only the export meets: the tensor is cut into many packs of the run."""
     code = TRAINER.replace("import sys", "import resource, sys").replace(
