@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -75,7 +77,8 @@ def _manifest_of(catalog: Catalog, step: int | str) -> Manifest:
 
 
 class CheckpointReader:
-    """An opened step, made by `open`. Any thread may call it; it does one read at a time, by several requests."""
+    """An opened step, made by `open`. Any thread may call it; it does one read at a time, by several requests. So may a
+    forked child, where its store can be used there."""
 
     def __init__(self, store: Store, catalog: Catalog, manifest: Manifest, framework: str, rank: int) -> None:
         if not 0 <= rank < manifest.world_size:
@@ -87,6 +90,7 @@ class CheckpointReader:
         self._reader = ArrayReader(Committed(catalog, manifest), rank)
         self._saved = SavedNames(self._reader)
         self._lock = threading.Lock()
+        _readers.add(self)
 
     @property
     def step(self) -> int:
@@ -231,6 +235,19 @@ class CheckpointReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_readers: weakref.WeakSet[CheckpointReader] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """A forked child has one thread: whichever was reading, as a data loader was started, is not there to end that."""
+    for reader in _readers:
+        reader._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Values(Mapping[str, object]):

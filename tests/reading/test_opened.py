@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +175,22 @@ def test_where_to_cut_what_is_no_tensor(root: Root) -> None:
         asking.start()
         asking.join(60)
         assert ["it is a plain value" in text for text in told] == [True]
+
+
+def test_a_process_that_is_forked_while_a_thread_reads_can_read(root: Root) -> None:
+    """A data loader's: the thread that was reading is not there to let others read."""
+    root.save({"w": torch.arange(1000)})
+    with ckptlib.open(root.url, framework="numpy") as step, step._lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, since there are threads
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            failed = 1
+            try:
+                failed = step.get_slice("w")[10:20].tolist() != list(range(10, 20))
+            finally:
+                os._exit(failed)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_compressed_and_rounded(root: Root) -> None:
