@@ -62,6 +62,11 @@ def present(framework: str, name: str, raw: Raw) -> Any:
     return torch.from_numpy(raw.array.reshape(-1).view(np.uint8)).view(dtype).reshape(raw.array.shape)
 
 
+def copied(framework: str, part: Any) -> Any:
+    """The same elements in memory of their own: a view holds all of what it is a part of."""
+    return part.copy() if framework == NUMPY else part.clone()
+
+
 def torch_dtype(name: str, dtype: str) -> Any:
     import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import threading
 import weakref
@@ -298,10 +299,13 @@ class Slice:
     def __getitem__(self, index: object) -> Any:
         """Reads the chunks in which it lies, and gives back what was asked for; steps of slices are at least 1.
 
+        What lies between the steps is in memory until this returns.
+
         Raises as `get_tensor` does, and IndexError outside of the tensor.
         """
         framework = self._reader._framework
         frameworks.check(framework, self._name, self._entry.dtype)
         box, inside = cut(self._name, self._entry.shape, index)
         raw = self._reader.get_raw({self._name: box})[self._name]
-        return frameworks.present(framework, self._name, raw)[inside]
+        found = frameworks.present(framework, self._name, raw)[inside]
+        return found if math.prod(found.shape) == box.numel else frameworks.copied(framework, found)

@@ -148,6 +148,20 @@ def test_nothing_is_read_before_it_is_asked_for_and_then_little(root: Root) -> N
         assert step.nbytes_read - before <= 1.05 * (64 << 20)
 
 
+def test_a_slice_with_a_step_holds_no_memory_but_its_own(root: Root) -> None:
+    large = torch.arange(1 << 20, dtype=torch.int32).reshape(1024, 1024)
+    root.save({"large": large})
+    index = slice(None, None, 100), slice(5, None, 7)
+    with ckptlib.open(root.url) as step:
+        found = step.get_slice("large")[index]
+        assert found.equal(large[index])
+        assert found.untyped_storage().nbytes() == found.nbytes
+    with ckptlib.open(root.url, framework="numpy") as step:
+        array = step.get_slice("large")[index]
+        assert np.array_equal(array, large[index].numpy())
+        assert array.flags.owndata
+
+
 def test_a_name_that_is_no_tensor(root: Root) -> None:
     root.save({"model": torch.nn.Linear(2, 2), "epoch": 3})
     with ckptlib.open(root.url) as step:
