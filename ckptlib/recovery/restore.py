@@ -124,8 +124,7 @@ def restore(
     laps.end("wait")
     _finish(session)
     on_disks = _look_at_disks(session, step)
-    skipped: list[str] = []
-    useless = set[SaveId]()  # of what the disks hold
+    skipped, useless = list[str](), set[SaveId]()  # these are of what the disks hold
     lost: type[CkptError] = CorruptData
     newer, absent = False, True
     untried = Untried(session, inventory, on_disks, step)
@@ -171,9 +170,8 @@ def restore(
             seconds=sum(phases.values()),
         )
         session.tier.note_restored(candidate.save.step, on_disks.keys() - useless)
-        told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
         session.stopwatch.restored(report.tier)
-        session.listener.tell(told)
+        session.listener.tell(Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped)))
         return result._replace(report=report)
     if step is not None:
         what = "is of a newer format" if newer else "is not whole" if absent else "is damaged"
