@@ -164,7 +164,9 @@ class Devices:
             self._lanes[device] = Lane(*streams, Ring(), Ring())
         lane, memory = self._lanes[device], None
         if spare:
-            memory = self._spares.setdefault(device, Spares(device)).take({slot.rank: slot.body for slot in copied})
+            if device not in self._spares:
+                self._spares[device] = Spares(device)
+            memory = self._spares[device].take({slot.rank: slot.body for slot in copied})
         try:
             works = [
                 pairs.straight(device) if memory is None else _by_way_of(memory, pairs, slot.rank, device)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
@@ -53,6 +53,13 @@ def figures(device: torch.device) -> Figures | None:
     return Figures(int(free), int(reserved), int(peak), cuda.idle_in_private_pools(device))
 
 
+@dataclass(slots=True)
+class Grant:
+    """Bytes that somebody has of a device."""
+
+    nbytes: int = 0
+
+
 class Room:
     """What a device has to spare beside its training. All Checkpointers of a process share it: what one of them was
     granted is in the peak that torch has measured."""
@@ -64,6 +71,14 @@ class Room:
         self._peak = 0
         """As it was measured when the last grant was made or given back."""
         self.granted = 0
+        self._left: list[Grant] = []
+        """Of those who were collected and had given nothing back, such as a Checkpointer that nobody closed."""
+
+    def grant_to(self, owner: object) -> Grant:
+        """What `owner` has: nothing yet. It has it for as long as it lives, whether it gives it back or not."""
+        grant = Grant()
+        finalize(owner, self._left.append, grant).atexit = False  # any thread may collect: no call of a device there
+        return grant
 
     def nbytes(self) -> int:
         """How much can be granted now."""
@@ -75,6 +90,8 @@ class Room:
         if found.peak != self._peak:  # reached with all in place that is granted now, or measured anew
             self._training = max(self._training, found.peak - self.granted)
             self._peak = found.peak
+        while self._left:
+            self.granted -= self._left.pop().nbytes
         return max(found.free + found.reserved - found.private - self._training - self.granted - MARGIN_BYTES, 0)
 
     def take(self, sizes: Collection[int]) -> list[torch.Tensor] | None:
@@ -136,8 +153,7 @@ class Spares:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._room = _rooms.setdefault(device, Room(device))
-        self._granted = 0
-        """Bytes that `_room` has granted these."""
+        self._grant = self._room.grant_to(self)
         self._bodies: dict[int, Body] = {}
         """By rank: for which there is memory, or was none."""
         self._spares: list[Spare] = []
@@ -194,12 +210,12 @@ class Spares:
             if memory is None:
                 break
             self._spares.append(Spare(dict(zip(sizes, memory, strict=True))))
-            self._granted += self._spares[-1].nbytes
+            self._grant.nbytes += self._spares[-1].nbytes
 
     def _give_back(self, nbytes_left: int) -> None:
         """All that was granted but so many bytes."""
-        self._room.give_back(self._granted - nbytes_left)
-        self._granted = nbytes_left
+        self._room.give_back(self._grant.nbytes - nbytes_left)
+        self._grant.nbytes = nbytes_left
 
     def close(self) -> None:
         """Gives all of it back."""
