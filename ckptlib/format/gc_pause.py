@@ -29,11 +29,11 @@ def kept() -> Iterator[Callable[[], None]]:
     def collect_again() -> None:
         nonlocal ended
         if not ended:
-            ended = True
             _end()
+            ended = True
 
-    _begin()
-    try:
+    try:  # interrupted anywhere: a pause that ends twice lets collections come early; one that stays is worse
+        _begin()
         yield collect_again
     finally:
         collect_again()
