@@ -427,6 +427,21 @@ class Checkpointer:
         the wait.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
+        with ExitStack() as failing:
+            failing.callback(self._exports.let_go)  # what is not exported is told, whatever is raised
+            self._close(deadline)
+            failing.pop_all()
+        if (missed := self._steps.missed) is not None:
+            self._exports.let_go()
+            step, why = missed
+            raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
+        if self._steps.stopping:
+            self._exports.let_go()
+        else:
+            self._exports.finish(self._steps.last, self._due.final, deadline)
+
+    def _close(self, deadline: float) -> None:
+        """Of `close`, all but the exports."""
         # Snapshots in memory may be newer than all that is in the store, where the last save failed.
         needed = self._session.settings.peers is not None
         clean = not needed or self._steps.missed is None
@@ -444,14 +459,6 @@ class Checkpointer:
             raise
         finally:
             self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
-        if (missed := self._steps.missed) is not None:
-            self._exports.let_go()
-            step, why = missed
-            raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
-        if self._steps.stopping:
-            self._exports.let_go()
-        else:
-            self._exports.finish(self._steps.last, self._due.final, deadline)
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._turns.heed()

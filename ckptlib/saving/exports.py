@@ -137,6 +137,7 @@ class Exports:
         """Waits for nothing: exports in flight go on alone; those that have not begun are named in the log."""
         if self._export is None or not self._session.owner.here:
             return
+        self._see_watched()
         self._go_on(begin=False)
         if self._running is not None:
             running = self._running
