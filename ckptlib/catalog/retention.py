@@ -106,9 +106,9 @@ def sweep(
     and what crashed saves left, goes when it is as old as that, where the grace period is longer; see `Sweeper`.
     `decided`: of the live job, this save and those before it are committed, or never will be.
 
-    Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost or
-    a manifest cannot be read (a live job warns, goes on along the history that is left, and deletes no pack), and what
-    reading the history raises.
+    Raises Superseded, ValueError for too short a grace period, CorruptData for the directory of a local tier, and where
+    the record of a generation is lost or a manifest cannot be read (a live job warns, goes on along the history that is
+    left, and deletes no pack), and what reading the history raises.
     """
     deadline_s = catalog.root().save_deadline_s
     grace_s = _grace_s(keep, deadline_s)
@@ -122,6 +122,12 @@ def sweep(
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, trash_oldest, live=generation is not None)
     generations = _generations(catalog, stock.committed, live=generation is not None and not abandoned)
+    if generation is None and not generations and not stock.committed and stock.objects:
+        raise CorruptData(
+            f"{catalog.store.url}: has parts and packs, but no step, and no record of a job. If it is the local= of a "
+            "job, steps may be on this disk alone, and the job tidies it by itself. If it is a root, steps/ and "
+            "generations/ are lost, or were not copied: put them back. Nothing is dropped or deleted"
+        )
     known, unknown = _stands(catalog, stock.committed)
     # What was committed meanwhile seems to lack objects, too: one more stays then.
     broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)

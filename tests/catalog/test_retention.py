@@ -418,3 +418,15 @@ def test_what_a_killed_probe_left_goes_outside_of_a_job(store: Store, catalog: C
     done = sweep(catalog, None, None)
     assert (done.deleted, done.nbytes_deleted) == (plan.deleted, 100)
     assert all_keys(store) & {left, foreign} == {foreign}
+
+
+def test_a_local_tier_is_not_swept_as_a_root(store: Store, catalog: Catalog) -> None:
+    """Its steps have no manifest there: they were taken for those of a crash, and deleted. The store may lack them."""
+    generation = GenerationId(1, "0000000a")  # whose record is in the store
+    put_parts(catalog, generation, 1, {"w": np.arange(64)}, 1)
+    age(store, LATER_S)
+    before = {key for key in all_keys(store) if not key.startswith(clock.CLOCK)}
+    for dry_run in (True, False):
+        with pytest.raises(CorruptData, match="no step, and no record of a job"):
+            sweep(catalog, Keep(last=1), None, dry_run=dry_run)
+    assert {key for key in all_keys(store) if not key.startswith(clock.CLOCK)} == before
