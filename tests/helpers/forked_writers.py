@@ -156,7 +156,7 @@ def _surroundings() -> tuple[object, ...]:
         return (
             os.getpid(),
             os.getcwd(),
-            [sys.executable, *sys.path],
+            sys.path[:],
             {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_"))},
             [resource.getrlimit(limit) for limit in _LIMITS],
             os.getresuid(),
