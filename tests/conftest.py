@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import boto3
 import pytest
-from helpers.forked_writers import forked_writers
 from helpers.s3 import S3_KEYS
 from helpers.server_process import ServerProcess, answers, free_ports
 from hypothesis import HealthCheck, settings
-
-from ckptlib.writer import launch
 
 pytest_plugins = ["helpers.servers"]
 
@@ -57,18 +53,6 @@ In this order: those that wait most of their time, for faults of a store, begin 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path.stem, len(first)))  # stable: all else stays in the order of files
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked_writers() -> Iterator[None]:
-    with forked_writers():
-        yield
-
-
-@pytest.fixture
-def executed_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are started by exec, as those of a training are."""
-    monkeypatch.setattr(launch, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

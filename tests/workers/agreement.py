@@ -45,7 +45,6 @@ from agreement_state import (
     values_of_one_rank,
     values_of_other_stages,
 )
-from helpers.forked_writers import forked_writers
 from rank_cases import run_cases
 
 CASES = [
@@ -87,5 +86,4 @@ CASES = [
 
 
 if __name__ == "__main__":
-    with forked_writers():  # each rank starts some thirty
-        run_cases(CASES)
+    run_cases(CASES)

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from helpers.forked_writers import forked_writers
 from helpers.registry import close_sessions
 from rank_cases import run_cases
 from torch.distributed._shard.metadata import ShardMetadata
@@ -304,7 +303,4 @@ DIES = [dies]
 """Alone, by its name."""
 
 if __name__ == "__main__":
-    if sys.argv[3:]:
-        run_cases([as_a_process(case) for case in DIES])
-    with forked_writers():
-        run_cases([as_a_process(case) for case in CASES])
+    run_cases([as_a_process(case) for case in (DIES if sys.argv[3:] else CASES)])

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.forked_writers import forked_writers
 from helpers.inside import settle
 from rank_cases import PATIENCE_S, checkpointer, committed, everywhere, rank, run_cases, warnings_of_ckptlib
 from torch import nn
@@ -291,5 +290,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    with forked_writers():
-        run_cases(CASES)
+    run_cases(CASES)

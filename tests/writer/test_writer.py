@@ -31,15 +31,12 @@ from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
 from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.persist import put_failure
 
-executed = pytest.mark.usefixtures("executed_writers")
-
 LARGE_BYTES = 600 << 20
 
 
 # -- what it is
 
 
-@executed
 def test_starts_without_torch_in_a_session_of_its_own_at_low_priority(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +78,6 @@ def waiting(bench: Bench) -> Writer:
     return writer
 
 
-@executed
 def test_one_that_waits_begins_when_it_is_woken(bench: Bench) -> None:
     writer = waiting(bench)
     assert writer.poll(1.0) == []
@@ -93,7 +89,6 @@ def test_one_that_waits_begins_when_it_is_woken(bench: Bench) -> None:
     os.close(held)
 
 
-@executed
 def test_one_that_waits_begins_with_the_first_slot(bench: Bench) -> None:
     """What is in it must outlive the trainer from then on."""
     save, slot = bench.slot(1)
@@ -104,7 +99,6 @@ def test_one_that_waits_begins_with_the_first_slot(bench: Bench) -> None:
     hear(writer, "committed")
 
 
-@executed
 def test_one_that_waits_ends_when_it_is_closed(bench: Bench) -> None:
     writer = waiting(bench)
     assert [event["event"] for event in writer.close(WAIT_S)] in ([], ["ready"])
@@ -163,7 +157,6 @@ sessions_share_the_cpu = pytest.mark.skipif(
 )
 
 
-@executed
 @sessions_share_the_cpu
 def test_its_session_gives_way_too(bench: Bench) -> None:
     """Where the kernel divides the CPU between sessions first, the niceness of a process alone does nothing."""
@@ -188,7 +181,6 @@ def test_sessions_give_way_where_the_kernel_takes_one_change_at_a_time() -> None
     assert [process.communicate(timeout=150)[0] for process in started] == [f"{min(10 + os.nice(0), 19)} 10\n"] * 6
 
 
-@executed
 def test_numpy_comes_with_the_first_order(bench: Bench) -> None:
     save, slot = bench.slot(1)
     writer = bench.writer()
@@ -232,14 +224,12 @@ def test_what_stands_for_numpy_becomes_numpy(how: str) -> None:
     assert found.stdout == "good\n", found.stderr
 
 
-@executed
 def test_starts_no_threads_for_algebra_that_it_never_does(bench: Bench) -> None:
     writer = bench.writer()
     hear(writer, "ready")
     assert b"OPENBLAS_NUM_THREADS=1" in Path(f"/proc/{writer.pid}/environ").read_bytes().split(b"\0")
 
 
-@executed
 def test_secrets_do_not_show(bench: Bench) -> None:
     secret = "hunter2hunter2"
     writer = bench.writer(options={"secret": secret})
@@ -249,7 +239,6 @@ def test_secrets_do_not_show(bench: Bench) -> None:
     assert secret not in writer.log_path.read_text()
 
 
-@executed
 def test_memory_stays_small_beside_a_large_slot(bench: Bench) -> None:
     """What it holds for itself while it persists 600 MB, apart from the slot, which it shares with the trainer."""
     save, slot = bench.slot(1, nbytes=LARGE_BYTES)
