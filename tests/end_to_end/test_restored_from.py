@@ -12,6 +12,7 @@ import torch
 from helpers.increments import body_of
 from helpers.inside import settle
 from helpers.one_job import WAIT_S, Job, catalog, step_once, steps
+from helpers.writers import until
 
 import ckptlib
 from ckptlib.catalog.accounts import read_accounts
@@ -209,8 +210,12 @@ def test_starts_that_die_before_their_first_step_drop_no_earlier_one(tmp_path: P
                 ckpt.pending.wait_committed(WAIT_S)
             settle(ckpt, WAIT_S)
             raise KeyboardInterrupt
-    sweep(catalog(tmp_path / "root"), ckptlib.Keep(last=3), None)  # the writer's may not have been yet
-    assert steps(tmp_path / "root") == [2, 3, newest]
+
+    def is_tidy() -> bool:
+        sweep(catalog(tmp_path / "root"), ckptlib.Keep(last=3), None)  # the writer's may not have been yet, or be at it
+        return steps(tmp_path / "root") == [2, 3, newest]
+
+    until(is_tidy)
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)])
