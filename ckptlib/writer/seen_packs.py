@@ -75,7 +75,7 @@ def put_part(
     store: Store, part: Part, key: str, document: bytes, elapsed: Elapsed, may_take_s: float, deadline: float | None
 ) -> None:
     """Behind the packs of its save, which may be gone by now, as sweeps know nothing of a part to come. That is asked
-    before; and once more when it is there, since it may have been put late: whoever commits asks for no packs.
+    before; and once more when it is there, since it may have been put late: a live job's commit asks for no packs.
 
     Raises SaveFailed where the save has taken longer than it may, asleep or awake; and what `store.put` raises.
     `elapsed`: since before the first of the packs was put.
