@@ -112,7 +112,8 @@ def ascending(marks: Iterable[Mark]) -> tuple[Mark, ...]:
     earlier versions wrote it, or a save before which a wait at the fence was not counted yet."""
     kept: list[Mark] = []
     for mark in marks:
-        if not kept or all(now >= before for now, before in zip(mark, kept[-1], strict=True)):
+        step, trained_s, stalled_s = kept[-1] if kept else mark
+        if mark.step >= step and mark.trained_s >= trained_s and mark.stalled_s >= stalled_s:
             kept.append(mark)
     return tuple(kept)
 
@@ -134,7 +135,7 @@ def write_page(page: memoryview, account: Account, began_at: float) -> None:
     `began_at`: `account.began` by the monotonic clock, which the processes of a host share.
     """
     marks = account.marks[-(MAX_MARKS + 2) :]
-    inner = [number for mark in marks[1:-1] for number in mark]
+    inner = itertools.chain.from_iterable(marks[1:-1])
     first, last = (marks[0], marks[-1]) if marks else (Mark(-1, 0.0, 0.0), Mark(-1, 0.0, 0.0))
     numbers = [
         *(account.began, began_at, account.seconds, account.restoring_s, _ENDS.index(account.end), account.num_saves),

@@ -160,9 +160,9 @@ class Board:
         """The values of each rank that has given its own, in their order."""
         rows, at = {}, self._row(begun.number, 0)
         for rank in range(len(self._ranks)):
-            digest, *values = self._numbers[at : at + 1 + begun.count].tolist()
-            if digest == _digest(begun.number, array("q", values)):
-                rows[rank] = values
+            values = self._numbers[at + 1 : at + 1 + begun.count]
+            if self._numbers[at] == _digest(begun.number, values):  # nobody writes there again before all have read
+                rows[rank] = values.tolist()
             at += WIDTH
         return rows
 
@@ -192,7 +192,7 @@ def _nbytes(size: int) -> int:
     return _HEAD_NBYTES + 8 * PLACES * size * WIDTH
 
 
-def _digest(number: int, values: array[int]) -> int:
+def _digest(number: int, values: array[int] | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(values, number) >> 1  # of 63 bits: it has a place among signed integers
 
 

@@ -129,7 +129,8 @@ class Outcomes:
                 self._events.popleft()
                 raise
             self._events.popleft()  # not before: after Ctrl-C within, a slot would count as read for ever
-        self._ask_for_wanted()
+        if self._wanted:
+            self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
         """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's, nor

@@ -58,7 +58,7 @@ class Stopwatch:
             self._restoring_s = self._now
             self._stalled_s, self._num_saves = 0.0, 0
             self._trains = True
-            self._write()
+            self._write(self._now)
 
     def note_interval(self, why: str) -> None:
         """Saves are as frequent as they are from now on for this reason."""
@@ -75,16 +75,16 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._go_on()
+            self._go_on(self._now)
 
     def _stall(self) -> None:
         if not self._stalls:
             self._stall_began = self._now
         self._stalls += 1
 
-    def _go_on(self) -> None:
+    def _go_on(self, now: float) -> None:
         if self._stalls == 1:
-            self._stalled_s += self._now - self._stall_began
+            self._stalled_s += now - self._stall_began
         self._stalls = max(self._stalls - 1, 0)  # whoever was interrupted may not have come to count it
 
     def begin_step(self, step: int, fence_s: float) -> None:
@@ -99,10 +99,11 @@ class Stopwatch:
 
     def end_step(self, step: int, failed: bool) -> None:
         """Training goes on, or ends with an error: the account of the step before counts then."""
-        self._go_on()
+        now = self._now
+        self._go_on(now)
         if not failed:
-            self._last = self._mark(step)
-            self._write()
+            self._last = self._mark(step, now)
+            self._write(now)
 
     def snapshot(self, step: int) -> dict[str, Json]:
         """The account for the manifest of a snapshot taken after `step` steps; None where no loop is seen."""
@@ -110,11 +111,11 @@ class Stopwatch:
             return {}
         self._num_saves += 1
         if self._first is not None:
-            mark = self._mark(step)
+            mark = self._mark(step, self._now)
             if self._saves and self._saves[-1].step >= mark.step:
                 self._saves.pop()
             self._saves.append(mark)
-        account = self._account(self._saves[-1] if self._saves else None).to_json()
+        account = self._account(self._saves[-1] if self._saves else None, self._now).to_json()
         why: dict[str, Json] = {"interval_why": self._why} if self._why else {}
         return {**account, **why, **({"measured": self._measured} if self._measured else {})}
 
@@ -122,7 +123,7 @@ class Stopwatch:
         """`clean`: the job came to its end, or was told to stop and saved."""
         self._end = CLOSED if clean else DIED
         if self._trains:
-            self._write()
+            self._write(self._now)
 
     def let_go(self) -> None:
         """Of the page; the writer has its own hold of it."""
@@ -135,16 +136,17 @@ class Stopwatch:
     def _now(self) -> float:
         return time.monotonic() - self._began_at
 
-    def _mark(self, step: int) -> Mark:
+    def _mark(self, step: int, now: float) -> Mark:
         """Inside of a stall, as it was when that began."""
-        now = self._stall_began if self._stalls else self._now
+        if self._stalls:
+            now = self._stall_began
         stalled_s = self._stalled_s + self._fence_s
         return Mark(step, max(now - self._restoring_s - stalled_s, 0.0), stalled_s)
 
-    def _account(self, last: Mark | None) -> Account:
-        marks = ascending(mark for mark in (self._first, *self._saves, last) if mark is not None)
-        return Account(self._began, self._now, self._restoring_s, self._end, self._num_saves, marks, self._tier)
+    def _account(self, last: Mark | None, now: float) -> Account:
+        marks = ascending(filter(None, (self._first, *self._saves, last)))
+        return Account(self._began, now, self._restoring_s, self._end, self._num_saves, marks, self._tier)
 
-    def _write(self) -> None:
+    def _write(self, now: float) -> None:
         if self._page is not None:
-            write_page(self._page, self._account(self._last), self._began_at)
+            write_page(self._page, self._account(self._last, now), self._began_at)

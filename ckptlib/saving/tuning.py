@@ -79,16 +79,16 @@ class Tuning:
             if kind.account is not None and kind.name in found:
                 kind.account.tuner.remember(found[kind.name])
 
-    def say(self, word: Word) -> Word:
-        """This rank's word, with the interval that it needs."""
+    def say(self) -> dict[str, int]:
+        """The fields of this rank's word that tell the intervals it needs."""
         store, memory = self._kinds
         interval, widen = store.say()
-        word = word._replace(interval=interval, widen=widen, at_work=int(self._is_writing))
+        fields = {"interval": interval, "widen": widen, "at_work": int(self._is_writing)}
         if memory is not None:
             interval, widen = memory.say()
             settling = int(self._session.snapshots.settling)
-            word = word._replace(memory_interval=interval, memory_widen=widen, memory_at_work=settling)
-        return word
+            fields |= {"memory_interval": interval, "memory_widen": widen, "memory_at_work": settling}
+        return fields
 
     @property
     def _is_writing(self) -> bool:

@@ -17,7 +17,6 @@ from ckptlib.ranks.meeting import is_alone
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.failures import MAX_FAILURES
-from ckptlib.saving.profile import Profile
 from ckptlib.saving.session import Session
 from ckptlib.saving.standing import say
 from ckptlib.saving.tuning import Tuning, kinds_of
@@ -40,6 +39,8 @@ class Turns:
         self._poll = Poll((), [])
         """The votes that went with the last word."""
         self._tuning = Tuning(session, kinds_of(session.snapshots, self.due, store, memory))
+        self.profile = self._tuning.profile
+        """To be told when each `after_step` begins and ends."""
         self._said = -1
         """The step that the last word is for."""
         self._left: int | None = None
@@ -51,11 +52,6 @@ class Turns:
     def started(self) -> bool:
         """Whether something was said for the next step."""
         return self._beat.started
-
-    @property
-    def profile(self) -> Profile:
-        """To be told when each `after_step` begins and ends."""
-        return self._tuning.profile
 
     def say(self, step: int) -> None:
         """This rank's word for `step`, which comes next."""
@@ -69,8 +65,9 @@ class Turns:
             stop=int(self._must_stop),
             failures=due.failures,
             failed=int(due.failures >= MAX_FAILURES),
+            **self._tuning.say(),
         )
-        word, self._poll = say(self._session, self._tuning.say(word))
+        word, self._poll = say(self._session, word)
         self._beat.start(word, self._poll.votes)
 
     @property

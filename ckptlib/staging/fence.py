@@ -133,7 +133,8 @@ class Fence:
 
     def forget(self) -> None:
         """Begins a new interval: hooks that fired in the last one do not count."""
-        self._fired.clear()
+        if self._fired:  # `clear` takes three calls, at each step
+            self._fired.clear()
 
 
 _installed: dict[int, weakref.ref[Fence]] = {}

@@ -259,15 +259,15 @@ class Writer:
 
     def _give_up(self, heard: bool) -> list[Message]:
         """In the writer's place, the oldest save of one that does not run."""
-        saves = [order["save"] for order in self._open.of(*SAVES)]
-        seconds = self._silence.lasts(bool(saves) and not self._channel.closed, heard, time.monotonic())
+        orders = self._open.of(*SAVES)
+        seconds = self._silence.lasts(bool(orders) and not self._channel.closed, heard, time.monotonic())
         if seconds is None:
             return []
         error = (
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
             f"it was stopped, or hangs in the kernel; another one takes its place. See {self.log_path}"
         )
-        return [{**failure(saves[0], error), "kind": StoreTimeout.__name__, "replace": True}]
+        return [{**failure(orders[0]["save"], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
         kind = event["event"]

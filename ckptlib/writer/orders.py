@@ -43,7 +43,7 @@ class OpenOrders:
         return order if order is not None and order["op"] == "expect" else None
 
     def of(self, *ops: str) -> list[Message]:
-        return [order for order in self if order["op"] in ops]
+        return [order for order in self._open.values() if order["op"] in ops]
 
     @property
     def num_undrained(self) -> int:
