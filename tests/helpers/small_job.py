@@ -26,7 +26,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import SaveFailed, Superseded
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId, parse_save
 from ckptlib.format.manifest import Generation, Root
@@ -102,6 +102,8 @@ class SmallJob:
         self.origins: dict[GenerationId, SaveId | None] = {}
         self.dropped: dict[SaveId, Dropped] = {}
         self.saves: list[Save] = []
+        self.in_memory: list[Save] = []
+        """Those that a later generation went on from before they were committed, with what their hosts still hold."""
         self.crashed = False
         """Whether any process has been killed."""
         Catalog(self.store).open_root(Root(ROOT_ID, XXH3, DEADLINE_S))
@@ -168,11 +170,11 @@ class SmallJob:
         name = manifest.parts[rank]
         return KnownOrigin(save, OwnPart(name, self.store.get(name.key)), self.store.get(save.manifest_key))
 
-    def _writer(self, rank: int) -> Writer:
+    def _writer(self, rank: int, world_size: int | None = None) -> Writer:
         store = ActorStore(self.store)
         rules = CodecRules.of(self.codec)
         catalog = Catalog(store)
-        given = store, Inline(), rank, self.world_size, self.refresh_s, rules
+        given = store, Inline(), rank, world_size or self.world_size, self.refresh_s, rules
         return Writer(store, Persister(*given, shared=catalog.shared), Committer(catalog))  # type: ignore[arg-type]
 
     def catalog(self) -> Catalog:
@@ -265,6 +267,39 @@ class SmallJob:
                 rescue(slots, save.id, rank, writer.persister, writer.committer, inf)
                 save.persisted = {*range(save.world_size)}
         self._committed(save.id)
+
+    def begin_from_memory(self, save: Save) -> None:
+        """A new generation, by a save of the last one that all ranks held, and that may be nowhere else."""
+        self.in_memory.append(save)
+        self.begin(save.id, save.world_size)
+
+    def rescue_later(self, save: Save, ranks: Iterable[int], killed_after: int | None = None) -> None:
+        """Writers that are left persist what a later generation went on from, whatever that has come to. Refused only
+        where the newest generation goes on from elsewhere."""
+        slots, goes_on = [self.slot(save, rank) for rank in range(save.world_size)], self.goes_on_from(save.id)
+        for rank in ranks:
+            writer = self._writer(rank, save.world_size)
+            with self.killed(writer, killed_after):
+                try:
+                    rescue(slots, save.id, rank, writer.persister, writer.committer, inf)
+                    found = {save.id} | {other for other in self.listed if other.generation > save.id.generation}
+                    assert goes_on, "saved, though the job goes on from elsewhere"
+                    assert found & self.found_listed(), "neither this step is there, nor a later job's"
+                except Superseded:
+                    assert not goes_on, "refused, though the job goes on from it"
+                except SaveFailed:
+                    assert self.now - save.began > DEADLINE_S
+        self._committed(save.id)
+
+    def goes_on_from(self, save: SaveId) -> bool:
+        """Whether it is on the way of the newest generation, whether that has committed or not."""
+        generation, limit = max(self.origins), 10**12
+        while generation != save.generation:
+            origin = self.origins[generation]
+            if origin is None:
+                return False
+            generation, limit = origin.generation, min(limit, origin.step)
+        return save.step <= limit
 
     def finish(self, killed_after: int | None = None) -> None:
         """What a new generation does first with what older ones left."""
@@ -435,7 +470,7 @@ def copied(job: SmallJob) -> SmallJob:
     found.store, found.crashed = store, False
     found.state = {name: array.copy() for name, array in job.state.items()}
     found.oracle, found.origins, found.dropped = dict(job.oracle), dict(job.origins), dict(job.dropped)
-    found.listed, found.saves = {*job.listed}, [*job.saves]
+    found.listed, found.saves, found.in_memory = {*job.listed}, [*job.saves], [*job.in_memory]
     found.restart_all()
     return found
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from typing_extensions import override
 
+from ckptlib.format.keys import SaveId
 from ckptlib.policy.codec import Asked
 from ckptlib.policy.keep import Keep
 
@@ -108,6 +109,24 @@ class Increments(RuleBasedStateMachine):
         self.job.codec = codec
         visible = self.job.visible()
         self.job.begin(visible[-1 - nth % len(visible)] if visible and not anew else None, world_size, told)
+
+    @precondition(lambda self: self.job.saves)
+    @rule(nth=which, after=crash, codec=codecs)
+    def resume_from_memory(self, nth: int, after: int | None, codec: Asked) -> None:
+        """All ranks held one that nobody may have committed."""
+        save = self.job.saves[-1 - nth % len(self.job.saves)]
+        self.job.finish(after)
+        self.job.codec = codec
+        if save.id > max(self.job.visible(), default=SaveId(0, save.id.generation)):
+            self.job.begin_from_memory(save)
+
+    @precondition(lambda self: self.job.in_memory)
+    @rule(nth=which, data=st.data(), after=crash)
+    def rescue_later(self, nth: int, data: st.DataObject, after: int | None) -> None:
+        """Nobody has a snapshot of a later step yet; or somebody has, and a writer does not know."""
+        save = self.job.in_memory[-1 - nth % len(self.job.in_memory)]
+        left = data.draw(st.lists(st.sampled_from(range(save.world_size)), min_size=1, unique=True))
+        self.job.rescue_later(save, left, after)
 
     @rule(keep=keeps, live=st.booleans(), after=crash, abandoned=st.booleans())
     def sweep(self, keep: Keep | None, live: bool, after: int | None, abandoned: bool) -> None:
