@@ -31,8 +31,9 @@ from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.settings import TIMEOUT
 from ckptlib.saving.standing import await_room
+from ckptlib.saving.whole_state import check_dict
 from ckptlib.state.rng import LoadedRng
-from ckptlib.stores import absolute, open_store
+from ckptlib.stores import absolute, open_store, url_text
 
 CALL_TIMEOUT = timedelta(seconds=20)
 """How long `save` waits for all ranks to call it."""
@@ -59,6 +60,7 @@ def save(
     codec: "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names, as for
            `Checkpointer`. The same at every save to a root by one process; else ValueError.
     keep:  which steps to keep, as for `Checkpointer`; None keeps all of them. As for `codec`, always the same.
+    metrics: plain values by name, saved with the step: {"val_loss": loss.item()}. Rank 0's are recorded.
 
     Raises UnsupportedState for what cannot be saved, and SaveFailed if the step will never exist; on all ranks.
     """
@@ -133,7 +135,7 @@ def begin_save(
     state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": keep}
     what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
-    meet(process_group, str(url), what, timeout)
+    meet(process_group, url_text(url), what, timeout)
     session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep, tags)
     await_room(session)
     return save_step(session, order)
@@ -189,9 +191,10 @@ def load(
     """
     step = step if isinstance(step, str) else checked_step(step)
     best = _best(step, metric, mode)
-    meet(process_group, str(url), f"load of step {step}", timeout)
+    check_dict(state)
+    meet(process_group, url_text(url), f"load of step {step}", timeout)
     group = registry.group(process_group)
-    with open_store(str(url), storage_options) as store:
+    with open_store(url_text(url), storage_options) as store:
         catalog = Catalog(store)
         source = resolve(group, catalog, step, best)
         generators = LoadedRng(group.rank, source.world_size) if random else None
@@ -230,7 +233,7 @@ def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None
 
     Leaves out those that retention drops meanwhile; where that is the newest one, those that came after it follow.
     """
-    with open_store(str(url), storage_options) as store:
+    with open_store(url_text(url), storage_options) as store:
         catalog = Catalog(store)
         listed = catalog.visible()
         for _ in range(TRIES):

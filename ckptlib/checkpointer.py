@@ -21,7 +21,7 @@ from typing_extensions import Self, override
 
 from ckptlib.errors import Preempted, SaveFailed
 from ckptlib.events import Event
-from ckptlib.exporting.asked import Export
+from ckptlib.exporting.asked import Export, check_export
 from ckptlib.format import gc_pause
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import checked_step
@@ -42,6 +42,7 @@ from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.exports import Exports
 from ckptlib.saving.keeper import StateKeeper
+from ckptlib.saving.listener import check_listener
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
@@ -49,7 +50,7 @@ from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT,
 from ckptlib.saving.step_metrics import StepMetrics, check_metrics
 from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
-from ckptlib.saving.whole_state import first_look
+from ckptlib.saving.whole_state import check_state, first_look
 from ckptlib.staging.fence import Fence
 from ckptlib.state.rng import LoadedRng
 from ckptlib.steps import Steps
@@ -160,11 +161,16 @@ class Checkpointer:
             peers=peers,
             local=tier_of(local, drain, local_keep, drain_bandwidth),
         )
+        check_state(state)
         self._state = state
         policy = policy_of(every)
         overhead_in(policy)  # refuses two budgets before anything is opened
         if preempted is not None:
             check_preempted(preempted)
+        if on_event is not None:
+            check_listener(on_event)
+        if export is not None:
+            check_export(export)
         with ExitStack() as opened:  # who catches what is raised here may go on, and create another one
             self._session = Session(settings, process_group, lambda: kind_of(first_look(self._state).leaves), on_event)
             opened.callback(self._session.close, timedelta(0), clean=False)

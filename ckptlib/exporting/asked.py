@@ -80,6 +80,12 @@ class Export:
         }
 
 
+def check_export(export: object) -> None:
+    """Raises TypeError for what is none."""
+    if not isinstance(export, Export):
+        raise TypeError(f"export={export!r}: expected Export, such as Export('out/{STEP}', steps=10_000)")
+
+
 def order_of(document: Mapping[str, object]) -> ExportOrder:
     """What `Export.document` gave."""
     only, strip, renames = document["only"], document["strip"], document["map"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ class LocalTier:
         check_whole(f"local_keep={self.keep_last!r}", self.keep_last)
         if self.keep_last < 1:
             raise ValueError(f"local_keep={self.keep_last}: the newest step is never dropped; expected >= 1")
-        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
-            raise ValueError(f"drain_bandwidth={self.bytes_per_second}: expected bytes per second above 0, or None")
+        most = self.bytes_per_second
+        if most is not None and not isinstance(most, Real):
+            raise TypeError(f"drain_bandwidth={most!r}: expected bytes per second, such as 50e6, or None for no bound")
+        if most is not None and not most > 0:
+            raise ValueError(f"drain_bandwidth={most}: expected bytes per second above 0, or None")
 
     def to_json(self) -> dict[str, object]:
         """For the writer process, which drains what it is told to."""

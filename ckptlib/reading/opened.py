@@ -30,7 +30,7 @@ from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.reading.slices import cut
-from ckptlib.stores import Store, open_store
+from ckptlib.stores import Store, open_store, url_text
 
 
 def open(
@@ -58,7 +58,7 @@ def open(
     """
     step = step if isinstance(step, str) else checked_step(step)
     framework = frameworks.framework_of(framework)
-    store = open_store(str(url), storage_options)
+    store = open_store(url_text(url), storage_options)
     try:
         catalog = Catalog(store)
         manifest = _manifest_of(catalog, step)

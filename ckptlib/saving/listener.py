@@ -11,6 +11,12 @@ from ckptlib.events import Event
 log = logging.getLogger(__name__)
 
 
+def check_listener(on_event: object) -> None:
+    """Raises TypeError for what cannot be told."""
+    if not callable(on_event):
+        raise TypeError(f"on_event={on_event!r}: expected a function of an event, such as print")
+
+
 class Listener:
     """One per session; main thread. Nothing of the user's runs between two collectives, nor holds up a copy."""
 

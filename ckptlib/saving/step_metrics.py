@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptlib.catalog.metrics import numeric
+from ckptlib.errors import UnsupportedState
 from ckptlib.format import values
 from ckptlib.policy.best import Best
 
 
 def check_metrics(metrics: object) -> None:
-    """Raises TypeError for what are none."""
+    """Raises TypeError for what are none, UnsupportedState for one that cannot be saved."""
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"metrics={repr(metrics)[:80]}: expected a dict by name, such as {{'val_loss': loss.item()}}")
+    for name, value in metrics.items():
+        try:
+            values.encode(value, f"metrics[{name}]")
+        except UnsupportedState as error:
+            raise UnsupportedState(f"{error}. A metric is a number: of a tensor, tensor.item()") from error
 
 
 class StepMetrics:
@@ -28,8 +34,6 @@ class StepMetrics:
     def note(self, metrics: Mapping[str, object]) -> None:
         """Raises UnsupportedState for a metric that cannot be saved, TypeError for what are no metrics."""
         check_metrics(metrics)
-        for name, value in metrics.items():
-            values.encode(value, f"metrics[{name}]")
         self._noted.update(metrics)
 
     def of(self, given: Mapping[str, object] | None) -> Mapping[str, object] | None:

@@ -13,16 +13,27 @@ RNG = "@rng"
 """Where the random generators are kept, beside the user's own names."""
 
 
-def whole_state(state: object, generators: object) -> dict[object, object]:
-    """Raises TypeError for a state that is no dict, ValueError for one that uses ckptlib's own name."""
+def check_dict(state: object) -> Mapping[object, object]:
+    """Raises TypeError for a state that is no dict."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"the state must be a dict of what to save, such as {{'model': model, 'optim': optim}}; got "
+            f"the state must be a dict of what to save or load, such as {{'model': model, 'optim': optim}}; got "
             f"{type(state).__name__}"
         )
-    if RNG in state:
+    return state
+
+
+def check_state(state: object) -> Mapping[object, object]:
+    """Raises TypeError for a state that is no dict, ValueError for one that uses ckptlib's own name."""
+    checked = check_dict(state)
+    if RNG in checked:
         raise ValueError(f"{RNG!r} is reserved for ckptlib; rename that entry of the state")
-    return {**state, RNG: generators}
+    return checked
+
+
+def whole_state(state: object, generators: object) -> dict[object, object]:
+    """Raises as `check_state` does."""
+    return {**check_state(state), RNG: generators}
 
 
 def first_look(state: object, memo: Memo | None = None) -> Flat:

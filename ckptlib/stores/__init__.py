@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptlib.stores.base import Counted, Entry, InPlace, LateHead, Store, check_key
 
-__all__ = ["Counted", "Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store"]
+__all__ = ["Counted", "Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store", "url_text"]
 
 _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
@@ -21,13 +21,25 @@ _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 """How a URL begins that went through pathlib; a drive of Windows has one letter."""
 
 
+def url_text(url: str | Path) -> str:
+    """Raises TypeError for what names no place, such as the None of a variable that is not set: `str` would make a
+    directory of it."""
+    if not isinstance(url, (str, os.PathLike)):
+        raise TypeError(
+            f"the URL of a root is a path, or a URL such as 's3://bucket/run7'; got {type(url).__name__}. If it comes "
+            "from a variable or an option, that may not be set"
+        )
+    return str(url)
+
+
 def absolute(url: str | Path) -> str:
     """The URL that names the same place from any working directory, and in the writer's process; one for all spellings
     of a path, but for links."""
-    scheme, path = _split(str(url))
+    text = url_text(url)
+    scheme, path = _split(text)
     if scheme in _LOCAL and path:
         return f"file://{os.path.abspath(path)}"
-    return str(url).rstrip("/") if path.strip("/") else str(url)
+    return text.rstrip("/") if path.strip("/") else text
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -33,6 +33,9 @@ import ckptlib
         ({"tags": {"seed": 1}}, TypeError, r"tags=\{'seed': 1\}: expected a dict of texts by name.* str\(seed\)"),
         ({"tags": {1: "seed"}}, TypeError, r"tags=\{1: 'seed'\}: expected a dict of texts by name"),
         ({"tags": "seed"}, TypeError, r"tags='seed': expected a dict of texts by name"),
+        ({"on_event": "print"}, TypeError, r"on_event='print': expected a function of an event"),
+        ({"export": "out"}, TypeError, r"export='out': expected Export, such as Export\('out/\{step\}'"),
+        ({"local": "l", "drain_bandwidth": "50MB"}, TypeError, r"drain_bandwidth='50MB': expected bytes per second"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -41,6 +44,40 @@ def test_at_construction(tmp_path: Path, wrong: dict[str, Any], kind: type[Excep
     with pytest.raises(kind, match=said):
         ckptlib.Checkpointer(root, {"w": torch.zeros(3)}, **{"every": 1, "arena": tmp_path, **wrong})
     assert not root.exists(), "nothing is opened"
+
+
+@pytest.mark.parametrize("url", [None, b"run", {"w": torch.zeros(3)}, 7], ids=lambda url: type(url).__name__)
+def test_a_url_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
+    """As that of a variable which is not set: a directory called None would take all checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.zeros(3)}
+    for call in (
+        lambda: ckptlib.Checkpointer(url, state, every=1),
+        lambda: ckptlib.save(url, state, step=1),
+        lambda: ckptlib.save_async(url, state, step=1),
+        lambda: ckptlib.load(url, state),
+        lambda: ckptlib.open(url),
+        lambda: ckptlib.read(url),
+        lambda: [*ckptlib.checkpoints(url)],
+    ):
+        with pytest.raises(TypeError, match=rf"a path, or a URL such as 's3://bucket/run7'; got {type(url).__name__}"):
+            call()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_state_that_is_no_dict(tmp_path: Path) -> None:
+    """Before anything is opened: a Checkpointer trained up to its first save before it said so."""
+    model, root = torch.nn.Linear(2, 2), tmp_path / "root"
+    for wrong in (model, [model], "model"):
+        for call in (
+            lambda wrong=wrong: ckptlib.Checkpointer(root, wrong, every=1),
+            lambda wrong=wrong: ckptlib.load(root, wrong),
+        ):
+            with pytest.raises(TypeError, match=f"the state must be a dict of .*; got {type(wrong).__name__}"):
+                call()
+    with pytest.raises(ValueError, match="'@rng' is reserved for ckptlib"):
+        ckptlib.Checkpointer(root, {"@rng": model}, every=1)
+    assert not root.exists()
 
 
 def test_memory_of_this_process() -> None:
@@ -69,6 +106,9 @@ def test_metrics_that_are_none_and_steps_that_are_none(tmp_path: Path) -> None:
             for tell in (ckpt.log, lambda told: ckpt.after_step(1, metrics=told), lambda told: ckpt.save(1, told)):
                 with pytest.raises(TypeError, match=r"metrics=.*expected a dict by name, such as \{'val_loss': loss"):
                     tell(metrics)  # type: ignore[arg-type]
+        for tell in (ckpt.log, lambda told: ckpt.after_step(1, metrics=told), lambda told: ckpt.save(1, told)):
+            with pytest.raises(ckptlib.UnsupportedState, match=r"metrics\[val_loss\].*of a tensor, tensor.item\(\)"):
+                tell({"val_loss": torch.zeros(())})
         ckpt.after_step(1, metrics={"val_loss": 0.5})
         ckpt.save(1)
     (info,) = ckptlib.checkpoints(tmp_path / "root")
