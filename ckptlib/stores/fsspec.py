@@ -73,7 +73,7 @@ class FsspecStore(Store):
         self.url = without_userinfo(url).rstrip("/")
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, PACK_NBYTES // 2
         self._secrets = Secrets(url, options)
-        fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
+        fs, root = _filesystem_of(url, options)
         fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
@@ -326,6 +326,26 @@ def _statuses(error: Exception) -> list[object]:
 def _needs_size_first(nbytes: int | None) -> bool:
     """No backend reads nothing; some take the memory for all that is asked for, and lengths come from documents."""
     return nbytes is not None and (nbytes == 0 or nbytes > PACK_NBYTES)
+
+
+def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
+    """The filesystem, an instance of its own, and the path in it. Raises ValueError for one that cannot be used."""
+    scheme = url.partition("://")[0]
+    try:
+        fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
+    except ValueError as error:
+        if "Protocol not known" not in str(error):
+            raise
+        raise ValueError(
+            f"fsspec has no filesystem for {scheme}://; expected a path, or a URL such as s3://bucket/run7, "
+            "gs://bucket/run7 or az://container/run7"
+        ) from None
+    if not hasattr(fs.dircache, "use_listings_cache"):  # Hugging Face's has a dict of its own
+        raise ValueError(
+            f"the filesystem for {scheme}://, {type(fs).__name__}, keeps what it has listed, which cannot be switched "
+            "off; ckptlib needs fresh listings. Copy the files to a path or a bucket, and give that"
+        )
+    return fs, root
 
 
 def _lists_flat(fs: AbstractFileSystem) -> bool:

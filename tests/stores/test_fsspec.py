@@ -134,6 +134,25 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mon
         FsspecStore(f"local://{tmp_path}", {}).put("packs/save/1", b"data")
 
 
+def test_a_scheme_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match=r"no filesystem for s4://; expected .* such as s3://bucket/run7") as caught:
+        FsspecStore(f"s4://user:{SECRET}@host/run", {})
+    assert SECRET not in str(caught.value)
+
+
+def test_a_filesystem_that_keeps_its_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hugging Face's, `hf://`, whose listings are in a plain dict."""
+
+    class Keeping(LocalFileSystem):
+        def __init__(self, **options: object) -> None:
+            super().__init__(**options)
+            self.dircache = {}
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: (Keeping(), "/run"))
+    with pytest.raises(ValueError, match=r"for keeping://, Keeping, keeps what it has listed.*fresh listings"):
+        FsspecStore("keeping:///run", {})
+
+
 def test_credentials_are_not_shown() -> None:
     store = FsspecStore(f"memory://user:{SECRET}@host/run", {})
     assert store.url == "memory://host/run"
