@@ -64,7 +64,7 @@ def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[A
 
 def bring_together(apart: Sequence[Apart], step: int) -> None:
     """Raises StateMismatch where the step has other values for one target than for another in the same place."""
-    with outside_inference(), torch.no_grad():
+    with torch.inference_mode():  # else a target that was made in it could not be written to
         for each in apart:
             for piece, found in _pairs(each):
                 _each_once(piece, piece).copy_(_each_once(found, piece))

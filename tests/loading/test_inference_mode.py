@@ -129,6 +129,22 @@ def test_targets_that_were_made_in_it_are_filled(root: Root, inside: bool) -> No
     assert same(tensors(again), tensors(saved))
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_such_targets_that_share_memory_are_filled(root: Root, inside: bool) -> None:
+    """With each other, or elements of one with each other."""
+
+    def state(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"flat": flat, "left": flat[:3], "wide": flat[4:, None].expand(4, 3)}
+
+    saved = torch.randn(8)
+    with torch.inference_mode():
+        loaded = torch.zeros(8)
+    root.save(state(saved))
+    with torch.inference_mode(inside):
+        root.load(state(loaded))
+    assert torch.equal(loaded, saved)
+
+
 def test_a_checkpointer_in_it(tmp_path: Path) -> None:
     state = job(0)
     with torch.inference_mode():
