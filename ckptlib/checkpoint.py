@@ -156,8 +156,8 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
 
 def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dict[str, values.Json], Plan, Slot]:
     """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none. Without,
-    the others are told of a failure, so the generation has begun then. It begins with a save that is not refused: what
-    it goes on from depends on its first step.
+    the others are told of a failure, so the generation has begun then. It begins with a save that is not refused, nor
+    lacks memory: what it goes on from depends on its first step.
     """
     group, planner = session.group, session.planner
     if not compare:
@@ -173,11 +173,12 @@ def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dic
     flat, metrics, rows = together(group, f"saving step {order.step}", look)
     is_first = not planner.agreed
     plan = planner.agree(flat, rows)
-    session.lineage.begin(session.writer, order.step)
     if is_first:
         warn_of_unreached(group, session.settings.codec, plan.layout, order.step)
     what = f"making room for step {order.step}"
-    return flat, metrics, plan, together(group, what, lambda: session.snapshots.take_slot(plan.body_nbytes))
+    slot = together(group, what, lambda: session.snapshots.take_slot(plan.body_nbytes))
+    session.lineage.begin(session.writer, order.step)
+    return flat, metrics, plan, slot
 
 
 # Loading

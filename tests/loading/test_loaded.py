@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import resource
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from onerank import Root, opened
 from torch import nn
 
 import ckptlib
-from ckptlib.errors import StateError, UnsupportedState
+from ckptlib.errors import NoRoom, StateError, UnsupportedState
 
 State = Callable[[], dict[str, object]]
 
@@ -234,6 +235,16 @@ def refused(root: Root, step: int) -> None:
         ckptlib.save(root.url, {"w": object()}, step)
 
 
+def refused_memory(root: Root, step: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(NoRoom):
+            ckptlib.save(root.url, {"w": torch.zeros(1 << 19)}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def saved(root: Root, *some: int) -> None:
     for step in some:
         ckptlib.save(root.url, {"w": torch.full((3,), float(step))}, step)
@@ -251,7 +262,8 @@ def test_what_was_loaded_behind_a_refused_save_is_gone_on_from(root: Root) -> No
     assert target.tolist() == [3.5] * 3
 
 
-def test_a_run_begins_with_its_first_save_that_is_not_refused(root: Root) -> None:
+@pytest.mark.parametrize("refused", [refused, refused_memory])
+def test_a_run_begins_with_its_first_save_that_is_not_refused(root: Root, refused: Callable[[Root, int], None]) -> None:
     """What it goes on from comes before that: else the newest step would be one of the run before."""
     saved(root, 1, 2, 3, 4)
     root.close()
