@@ -30,8 +30,11 @@ _CERTIFICATE = {
 """By the errors of rustls."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 _NO_STORE = "answered by success without an ETag or a date"
+FOUND = "answered by success for an object that is not there"
+"""Said where nobody has ever put one."""
 _FOREIGN = re.compile(
-    rf"{_NO_STORE}|Header missing from response|Got invalid (multipart|list) response|Received non-partial response"
+    rf"{_NO_STORE}|{FOUND}|Header missing from response|Got invalid (multipart|list) response|"
+    "Received non-partial response"
 )
 """What the client, and `check_answer`, say of an answer by success that no store gives."""
 

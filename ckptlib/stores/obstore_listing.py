@@ -13,13 +13,13 @@ import obstore
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from ckptlib.stores.base import Entry, is_key
-from ckptlib.stores.obstore_errors import check_answer
+from ckptlib.stores.obstore_errors import FOUND, Foreign
 from ckptlib.stores.obstore_requests import Requests
 
 _LISTED = 1000
 """Objects in a page."""
 
-_ABSENT = "absent"
+_ABSENT = "ckptlib-absent"
 """Nothing is ever put there."""
 
 
@@ -67,9 +67,11 @@ class Listing:
         return []
 
     async def _check_store(self) -> None:
-        """Raises Foreign where it is a proxy that answers. A store says that there is no such object, or forbids it."""
+        """Raises Foreign where it is a proxy that answers, with an ETag or without: a page that is a file has one. A
+        store says that there is no such object, or forbids it."""
         with suppress(FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
-            check_answer(await obstore.head_async(self._requests.quick, self._requests.below(_ABSENT)))
+            await obstore.head_async(self._requests.quick, self._requests.below(_ABSENT))
+            raise Foreign(FOUND)
 
     def _pages(self, directory: str, start: str) -> Any:
         """A stream of them. What the client takes for a prefix ends with a segment."""

@@ -22,6 +22,8 @@ class Bucket(ThreadingHTTPServer):
     num = 0
     foreign = -1
     """Which listing request is answered by PAGE."""
+    down = 0
+    """So many requests are answered by PAGE as a file, as of a server of pages that knows no other."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -44,14 +46,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: Bucket
 
     def do_HEAD(self) -> None:
+        is_down = len(self.server.asked) < self.server.down
         self.server.asked.append("HEAD")
-        self.send_response(404)
-        self.send_header("Content-Length", "0")
+        self.send_response(200 if is_down else 404)
+        self.send_header("ETag", '"page"')
+        self.send_header("Last-Modified", "Fri, 02 Jan 2026 03:04:05 GMT")
+        self.send_header("Content-Length", str(len(PAGE) if is_down else 0))
         self.end_headers()
 
     def do_GET(self) -> None:
         asked = parse_qs(urlsplit(self.path).query)
-        is_foreign = self.server.asked.count("LIST") == self.server.foreign
+        is_foreign = self.server.asked.count("LIST") == self.server.foreign or len(self.server.asked) < self.server.down
         self.server.asked.append("LIST")
         data = PAGE if is_foreign else self.server.listing(int(asked.get("continuation-token", ["0"])[0]))
         self.send_response(200)
@@ -85,6 +90,13 @@ def test_nothing_is_missing(bucket: Bucket, num: int, foreign: int) -> None:
     bucket.num, bucket.foreign = num, foreign
     assert scanned(bucket) == [f"k{number:06}" for number in range(num)]
     assert bucket.asked.count("LIST") > foreign
+
+
+def test_a_page_that_is_a_file_is_no_store(bucket: Bucket) -> None:
+    """It has an ETag and a date, whatever was asked for."""
+    bucket.num, bucket.down = 3, 4
+    assert len(scanned(bucket)) == 3
+    assert bucket.asked == ["LIST", "HEAD", "LIST", "HEAD", "LIST"]
 
 
 def test_a_listing_that_cannot_have_been_cut_is_asked_for_once(bucket: Bucket) -> None:
