@@ -44,8 +44,9 @@ def _begin() -> None:
     with _lock:
         if not _pauses:
             _enabled = gc.isenabled()
+        _pauses += 1  # before they are off: a child that is forked in between turns them on by this
+        if _pauses == 1:
             gc.disable()
-        _pauses += 1
 
 
 def _end() -> None:

@@ -119,6 +119,20 @@ def test_a_child_that_is_forked_while_another_thread_pauses_collects(elsewhere: 
     assert not gc.isenabled()
 
 
+def test_a_child_that_is_forked_just_as_a_pause_begins_collects(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable, found = gc.disable, list[bool]()
+
+    def forked() -> None:
+        disable()
+        found.append(in_child(gc.isenabled))
+
+    monkeypatch.setattr(gc, "disable", forked)
+    with gc_pause.kept():
+        assert not gc.isenabled()
+    assert found == [True]
+    assert gc.isenabled()
+
+
 def test_a_child_that_is_forked_in_a_pause_may_leave_it() -> None:
     with ExitStack() as pauses:
         pauses.enter_context(gc_pause.kept())
