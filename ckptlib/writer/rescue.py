@@ -55,8 +55,8 @@ def rescue(
     """
     slots, catalog = list(slots), committer.catalog
     catalog.check_goes_on(save)
-    if any(other.generation > save.generation for other in catalog.steps(save).saves):
-        return  # a job that went on from it has saved it again, or a later step
+    if _is_saved_again(catalog, save):
+        return
     while True:
         catalog.check_goes_on(save)
         chosen = _settle(slots, save, own_rank, persister, deadline, catalog)
@@ -72,6 +72,13 @@ def rescue(
             put_failure(catalog.store, chosen, 0, str(error))
         else:
             return
+
+
+def _is_saved_again(catalog: Catalog, save: SaveId) -> bool:
+    """Whether a job that went on from it has saved this step, or a later one, which the newest goes on from."""
+    ids = catalog.generation_ids()
+    later = [other for other in catalog.steps(save).saves if other.generation > save.generation]
+    return any(other.step <= last_step(other.generation, ids, catalog.generation) for other in later)
 
 
 def _settle(

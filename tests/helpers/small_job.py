@@ -269,8 +269,8 @@ class SmallJob:
         self._committed(save.id)
 
     def begin_from_memory(self, save: Save) -> None:
-        """A new generation, by a save of the last one that all ranks held, and that may be nowhere else."""
-        self.in_memory.append(save)
+        """A new generation, by a save that all ranks held, and that may be nowhere else."""
+        self.in_memory = [*(other for other in self.in_memory if other is not save), save]
         self.begin(save.id, save.world_size)
 
     def rescue_later(self, save: Save, ranks: Iterable[int], killed_after: int | None = None) -> None:
@@ -282,7 +282,8 @@ class SmallJob:
             with self.killed(writer, killed_after):
                 try:
                     rescue(slots, save.id, rank, writer.persister, writer.committer, inf)
-                    found = {save.id} | {other for other in self.listed if other.generation > save.id.generation}
+                    later = {other for other in self.listed if other.generation > save.id.generation}
+                    found = {save.id, *filter(self.goes_on_from, later)}
                     assert goes_on, "saved, though the job goes on from elsewhere"
                     assert found & self.found_listed(), "neither this step is there, nor a later job's"
                 except Superseded:
@@ -296,7 +297,7 @@ class SmallJob:
         generation, limit = max(self.origins), 10**12
         while generation != save.generation:
             origin = self.origins[generation]
-            if origin is None:
+            if origin is None or generation < save.generation:
                 return False
             generation, limit = origin.generation, min(limit, origin.step)
         return save.step <= limit

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from typing_extensions import override
 
-from ckptlib.format.keys import SaveId
 from ckptlib.policy.codec import Asked
 from ckptlib.policy.keep import Keep
 
@@ -110,15 +109,15 @@ class Increments(RuleBasedStateMachine):
         visible = self.job.visible()
         self.job.begin(visible[-1 - nth % len(visible)] if visible and not anew else None, world_size, told)
 
-    @precondition(lambda self: self.job.saves)
+    @precondition(lambda self: self.job.saves or self.job.in_memory)
     @rule(nth=which, after=crash, codec=codecs)
     def resume_from_memory(self, nth: int, after: int | None, codec: Asked) -> None:
-        """All ranks held one that nobody may have committed."""
-        save = self.job.saves[-1 - nth % len(self.job.saves)]
+        """All ranks held one that nobody may have committed. Later ones are damaged, or were not asked for."""
+        held = [*self.job.in_memory, *self.job.saves]
+        save = held[-1 - nth % len(held)]
         self.job.finish(after)
         self.job.codec = codec
-        if save.id > max(self.job.visible(), default=SaveId(0, save.id.generation)):
-            self.job.begin_from_memory(save)
+        self.job.begin_from_memory(save)
 
     @precondition(lambda self: self.job.in_memory)
     @rule(nth=which, data=st.data(), after=crash)
@@ -160,6 +159,19 @@ def test_what_the_machine_stores_is_of_every_codec() -> None:
         frames = [chunk.frame for chunk in job.chunks()]
         assert {None if frame is None else frame.codec for frame in frames} == {None, "planes", "zstd", "patch"}
         assert {None} < {frame.base for frame in frames if frame is not None}
+        job.check()
+
+
+def test_a_job_that_was_left_behind_has_saved_nothing_for_the_newest() -> None:
+    """Its later step was damaged, say: the newest job goes on from what is in memory alone, and is gone, too."""
+    with no_chance():
+        job = SmallJob()
+        save = job.begin_save()
+        job.begin_from_memory(save)
+        job.save_and_commit()
+        job.begin_from_memory(save)
+        job.rescue_later(save, [0])
+        assert save.id in job.listed
         job.check()
 
 
