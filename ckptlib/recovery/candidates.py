@@ -7,7 +7,7 @@ it since, and there may be a newer one instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib.catalog.history import is_number, named, numbered
@@ -109,7 +109,7 @@ def _candidates(
     def names() -> bytes:
         if session.group.rank != 0:
             return b""
-        committed = session.catalog.saves()
+        committed = {*session.catalog.saves()}
         visible = session.catalog.visible({*on_disks, *(snapshot.save for snapshot in in_memory)})
         if step is not None:
             visible = [_chosen(session.store.url, step, visible, committed)]
@@ -132,7 +132,7 @@ def newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
     return next((found.save for found in _candidates(session, inventory) if found.snapshot is not None), None)
 
 
-def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Sequence[SaveId]) -> SaveId:
+def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Collection[SaveId]) -> SaveId:
     """Raises CheckpointNotFound."""
     if isinstance(step, str) and not is_number(step) and step != "latest":
         return named(step, lambda: [*visible, *committed], url)
