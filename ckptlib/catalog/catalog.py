@@ -7,6 +7,7 @@ say; how a step comes to exist, for `commit`. No torch.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,10 @@ class Steps(NamedTuple):
     """Those whose packs somebody asked not to be referred to any more, ascending."""
     pins: Mapping[SaveId, Sequence[Entry]] = MappingProxyType({})
     """Those that are pinned, committed or not, and the objects that say so."""
+
+    def has(self, save: SaveId) -> bool:
+        """Whether it is committed. There may be thousands, so they are not looked through."""
+        return self.saves[(at := bisect_left(self.saves, save)) : at + 1] == [save]
 
 
 class Catalog:

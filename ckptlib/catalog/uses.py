@@ -8,7 +8,7 @@ longer than a save may take, and after that the manifest of the new step does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ckptlib.catalog import clock
@@ -26,6 +26,9 @@ from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
 from ckptlib.policy.keep import EARLY_S
+
+FEW = 4
+"""Steps that are looked for one by one; where requests are paid for, ten such cost as much as a listing."""
 
 UNREADABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that concern one document."""
@@ -83,12 +86,14 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
     found: dict[PackSet, float] = {}
     if not left:
         return found
-    for since in dict.fromkeys((_enough(catalog, save, uses), None)):
-        committed = [other for other in catalog.steps(since).saves if other != save]
-        for other, stand in catalog.known_stands(reversed(committed)).items():
-            _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
-        if not left:
-            return found
+    few = _enough(catalog, save, uses)
+    _cover_by_known(catalog, _still_there(catalog, few), left, found)
+    if not left:
+        return found
+    committed = [other for other in catalog.saves() if other != save]
+    _cover_by_known(catalog, reversed(committed), left, found)
+    if not left:
+        return found
     there = {*committed}
     for needed in [of for of in left if of.save in there]:
         found[needed] = _created(catalog, needed.save)
@@ -113,17 +118,35 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
     return found
 
 
-def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> SaveId | None:
-    """The oldest of those few steps that name all of this, as far as is known here: only they need be listed, mostly
-    the parent alone. None: all."""
+def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> list[SaveId]:
+    """Those few steps that name all of this, as far as is known here: only they need be looked for, mostly one alone.
+    None where all steps must be."""
     left, some = dict(uses), []
     for other, stand in reversed(catalog.known_stands().items()):
-        if other != save:
-            some.append(other)
-            _cover(left, {}, {**stand.uses, **_own(other, stand.created)}, stand.users)
+        times = {**stand.uses, **_own(other, stand.created)}
+        if other == save or left.keys().isdisjoint(times):
+            continue
+        some.append(other)
+        _cover(left, {}, times, stand.users)
         if not left:
-            return min(some)
-    return None
+            return some
+    return []
+
+
+def _still_there(catalog: Catalog, few: Sequence[SaveId]) -> list[SaveId]:
+    """Those that are committed. A listing from an early step on may be one of nearly all steps of the root."""
+    if len(few) > FEW:
+        there = {*catalog.steps(min(few)).saves}
+        return [other for other in few if other in there]
+    return [other for other in few if catalog.is_committed(other)]
+
+
+def _cover_by_known(
+    catalog: Catalog, committed: Iterable[SaveId], left: dict[PackSet, frozenset[int]], found: dict[PackSet, float]
+) -> None:
+    """Removes packs that any of these steps uses, of those whose manifests have been read."""
+    for other, stand in catalog.known_stands(committed).items():
+        _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
 
 
 def _cover(

@@ -27,7 +27,8 @@ def command(store: Store, output: Output, step: str) -> bool:
 
     What a job writes after it went back behind the step is not covered.
 
-    The next save of each rank writes these bytes again, though they have not changed. Use it when a pack may be
+    The next save of each rank writes these bytes again, though they have not changed; where a job has more than 1,000
+    steps since the oldest pack that it needs, it looks for marks every ten minutes. Use it when a pack may be
     damaged, or before packs of an old step are moved away. The bytes come from the job's memory, never from the store.
     Nothing is deleted; the mark goes when its step goes. STEP: a number, a name as `ls --json` prints it, or latest.
     """

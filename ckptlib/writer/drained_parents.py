@@ -17,7 +17,7 @@ class DrainedParents:
     """Of one rank. The first save of a writer has none."""
 
     def __init__(self, known: Callable[[], Steps]) -> None:
-        """`known`: the steps of the store from `oldest` on, as of when they were last listed."""
+        """`known`: the steps of the store that `needs` tells of, as of when they were last listed."""
         self._known = known
         self._parts: list[Part] = []
         """Newest last."""
@@ -30,13 +30,15 @@ class DrainedParents:
             self._parts.append(part)
             keep_few(self._parts, self._parent)
 
-    def oldest(self) -> SaveId | None:
-        """The first step that matters to a choice; None: it is not known. From any thread."""
-        return min(map(oldest_save, tuple(self._parts)), default=None)
+    def needs(self) -> tuple[SaveId, SaveId] | None:
+        """The first step that matters to a choice, and the first that may be chosen; None: they are not known. From any
+        thread."""
+        parts = tuple(self._parts)
+        return (min(map(oldest_save, parts)), min(part.save for part in parts)) if parts else None
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
         """The parent of a snapshot, and the steps there are; None: nothing can be taken over. Waits for nothing."""
         steps = self._known()
-        committed = (part for part in reversed(self._parts) if part.save in steps.saves and fits(part, snapshot))
+        committed = (part for part in reversed(self._parts) if steps.has(part.save) and fits(part, snapshot))
         self._parent = next(committed, None)
         return self._parent, steps

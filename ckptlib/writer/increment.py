@@ -43,6 +43,7 @@ class Rules:
     refresh_s: float
     """Nothing older is referred to."""
     committed: Set[SaveId]
+    """Of the saves that put packs of the parent, at least."""
     distrusted: Collection[SaveId] = ()
     """Those that are marked: packs that a mark covers are not referred to."""
     lost: Collection[Pack] = ()

@@ -11,6 +11,7 @@ import logging
 import time
 
 from ckptlib.catalog.catalog import Catalog, Steps
+from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.errors import StoreError
@@ -52,6 +53,7 @@ class Parents:
         """The step that the job resumed from; None: the record of its generation tells."""
         self._known: KnownOrigin | None = None
         """What its trainer has read of that, until it is used."""
+        self._listed: ListedSteps | None = None
 
     def begin_anew(self) -> None:
         """There is nothing to be found that this writer has not put."""
@@ -96,18 +98,22 @@ class Parents:
         candidates = [part for part in reversed(self._parts) if fits(part, snapshot)]
         if not candidates:
             return None, Steps([], [])
-        oldest = min(map(oldest_save, candidates))
-        steps = self._catalog.steps(oldest)
+        oldest, recent = min(map(oldest_save, candidates)), min(part.save for part in candidates)
+        steps = self._list(oldest, recent)
         deadline, pauses = time.monotonic() + patience_s, Pauses(self._catalog.store, patience_s)
         while True:
-            parent = self._parent = next((part for part in candidates if part.save in steps.saves), None)
+            parent = self._parent = next((part for part in candidates if steps.has(part.save)), None)
             newest = candidates[0]
             if parent is newest or time.monotonic() >= deadline:
                 return parent, steps
             if not _nbytes_gained(snapshot, newest, parent):
                 return parent, steps
             time.sleep(min(pauses.next(), max(deadline - time.monotonic(), 0.0)))
-            steps = self._catalog.steps(oldest)
+            steps = self._list(oldest, recent)
+
+    def _list(self, oldest: SaveId, recent: SaveId) -> Steps:
+        self._listed = list_steps(self._catalog, oldest, recent, self._listed)
+        return self._listed.steps
 
     def _find(self, snapshot: Snapshot) -> Part | None:
         """The part of a step that this writer has not put, if it can be a parent once that step is committed."""
@@ -154,7 +160,7 @@ class Parents:
         except UNREADABLE as error:
             log.warning("step %d is written whole: what the job resumed from cannot be told: %s", save.step, error)
             return None
-        return resumed if resumed in steps.saves else None
+        return resumed if resumed is not None and steps.has(resumed) else None
 
 
 def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None:

@@ -17,7 +17,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CorruptData, FormatError, StoreError
-from ckptlib.format.keys import PartName, SaveId, new_nonce
+from ckptlib.format.keys import PartName, SaveId, new_nonce, pack_save
 from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
 from ckptlib.slots.slot import Slot
@@ -204,7 +204,8 @@ class Persister:
             return None, whole(len(snapshot.digests)), frozenset()
         if lost and not self._on_disk:  # whose own sweeps leave no more than there is room for
             log.warning(_LOST, self._store.url, len(lost), parent.save.step, lost[0].key, step)
-        rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, steps.refreshes, lost)
+        owners = {owner for pack in parent.packs if (owner := pack_save(pack.key)) is not None}
+        rules = Rules(snapshot.created, self._refresh_s, {*filter(steps.has, owners)}, steps.refreshes, lost)
         digests = self._coder.comparable(snapshot, parent)
         increment = plan(digests, parent, rules)
         if not self._coder.encodes:

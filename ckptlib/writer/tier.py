@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog, Steps
+from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.local_disk import DiskSweeper, Stays, disk_for, part_there, sweep_quietly
 from ckptlib.errors import CkptError, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
@@ -46,6 +47,8 @@ class Tier:
         self._local, self._bucket = Catalog(self.disk), Catalog(store)
         self._steps = Steps([], [])
         """Of the store, from the first one on that matters to a save, as of the last drain."""
+        self._listed: ListedSteps | None = None
+        """The same, where it was known which one that is."""
         self._undrained: set[SaveId] = set()
         self._new: set[SaveId] = set()
         """Those of which nothing can be in the store, since no other writer can have drained them: the newest one, and
@@ -151,7 +154,7 @@ class Tier:
             try:
                 with self.watched(save):
                     before()
-                    self._steps = self._bucket.steps(self.parents.oldest())
+                    self._list()
                     nbytes = self._drain.copy(save, self._is_new(save), puts_layout)
                 break
             except StoreFull:  # no outage that passes: room is made behind saves that are decided
@@ -204,13 +207,22 @@ class Tier:
     def look_before(self, save: SaveId) -> None:
         """A save that is to be drained is being copied. A rank that commits nothing knows the steps as the last drain
         began: what the save would refer to may have been dropped since. From the thread that drains."""
-        if self.parents.oldest() is not None:
+        if self.parents.needs() is not None:
             with self.watched(save):
                 self.look_again()
 
     def look_again(self) -> None:
         """A step was committed. An outage changes nothing: later saves refer to what was known before."""
         try:
-            self._steps = self._bucket.steps(self.parents.oldest())
+            self._list()
         except CkptError as error:
             log.info("the steps of %s could not be listed: %s", self._bucket.store.url, describe(error))
+
+    def _list(self) -> None:
+        """Raises StoreError."""
+        needs = self.parents.needs()
+        if needs is None:
+            self._steps = self._bucket.steps()
+            return
+        self._listed = list_steps(self._bucket, *needs, self._listed)
+        self._steps = self._listed.steps

@@ -119,11 +119,14 @@ def test_no_steps_are_listed_before_those_that_answer(job: SmallJob) -> None:
         catalog.keep_stand(job.catalog().manifest(save))
     sets = by_all([PackSet(first), PackSet(parent)])
     assert times_of(catalog, NEW, sets) == times_of(catalog_of(job), NEW, sets)
-    assert store.listed == 1
-    job.store.delete(parent.manifest_key)  # the one that it would have been
+    assert store.listed == 0, "a byte of the manifest tells"
+    sets = by_all([PackSet(save, carried=True) for save in saves(job)[-6:-1]])  # each is known of its own save alone
+    assert times_of(catalog, NEW, sets) == times_of(catalog_of(job), NEW, sets)
+    assert store.listed == 6, "from the first of them on"
+    job.store.delete(parent.manifest_key)
     sets = by_all([PackSet(first)])
     assert times_of(catalog, NEW, sets) == {PackSet(first): 1e9}
-    assert store.listed == 1 + 0 + 7
+    assert store.listed == 6 + 7
 
 
 def test_a_known_manifest_of_a_step_that_is_gone_answers_for_nothing(job: SmallJob) -> None:
