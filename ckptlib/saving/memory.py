@@ -16,6 +16,7 @@ from ckptlib.saving.peer_link import PeerLink
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.snapshots import NUM_SLOTS_WITH_PEERS, Snapshots
 from ckptlib.saving.stopwatch import Stopwatch
+from ckptlib.slots import files
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.staging.arena import Arena, directories
 from ckptlib.staging.other_slots import prefix_of
@@ -66,6 +67,8 @@ def _open_memory(
     def make_room() -> tuple[Arena, Writer]:
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
+        if settings.arena is not None:
+            files.check_given(settings.arena)
         setup = settings.for_writer(group.rank, group.size, root.save_deadline_s)
         if group.rank == 0 and (fd := stopwatch.share()) is not None:
             setup |= {"account_fd": fd, "generation": str(lineage.generation)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptlib.errors import CkptError
+from ckptlib.errors import CkptError, NoRoom
 from ckptlib.slots import writer_lock
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import SUFFIX, Slot
@@ -25,6 +26,25 @@ def usual() -> tuple[Path, ...]:
         return MEMORY, Path(tempfile.gettempdir())
     except FileNotFoundError:
         return (MEMORY,)
+
+
+def check_given(directory: Path) -> None:
+    """Raises NoRoom where a job was told to make its slots in a directory that is none, or that takes no files.
+
+    A full one passes: what fills it may be slots of a dead job.
+    """
+    if not directory.exists():
+        what = "does not exist"
+    elif not directory.is_dir():
+        what = "is no directory"
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        what = "cannot be written to"
+    else:
+        return
+    raise NoRoom(
+        f"arena={str(directory)!r} {what} on {socket.gethostname()}, so no snapshot can be taken; make the directory "
+        "on every host, or give another one"
+    )
 
 
 @dataclass(frozen=True, slots=True)

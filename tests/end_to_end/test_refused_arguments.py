@@ -80,6 +80,17 @@ def test_a_state_that_is_no_dict(tmp_path: Path) -> None:
     assert not root.exists()
 
 
+@pytest.mark.parametrize("peers", [None, ckptlib.Peers(copies=0)], ids=["", "peers"])
+@pytest.mark.parametrize("wrong", ["does not exist", "is no directory"])
+def test_an_arena_that_takes_no_slots(tmp_path: Path, wrong: str, peers: ckptlib.Peers | None) -> None:
+    """The training would go on without a snapshot, until three saves had failed."""
+    arena = tmp_path / "arena"
+    if wrong == "is no directory":
+        arena.touch()
+    with pytest.raises(ckptlib.NoRoom, match=rf"arena='{arena}' {wrong} on .*make the directory on every host"):
+        ckptlib.Checkpointer(tmp_path / "root", {"w": torch.zeros(3)}, every=1, arena=arena, peers=peers)
+
+
 def test_memory_of_this_process() -> None:
     """The writer would see none of it: it would look there for the root, and fail."""
     state = {"w": torch.zeros(3)}
