@@ -97,7 +97,7 @@ class LocalUpload:
         try:
             _write_all(self._fd, head, 0)
             os.fsync(self._fd)
-            _publish(self._root, self._temp, self._key)
+            _publish(self._root, self._temp, self._key, os.fstat(self._fd))
             _sync_up_or_withdraw(self._root, self._key)
         except OSError as error:
             raise failure(error, "publish", self._path, self._end) from error
@@ -155,13 +155,13 @@ def _make_root(root: str) -> None:
         _sync_directory(os.path.dirname(directory), [])
 
 
-def _publish(root: str, temp: str, key: str) -> None:
-    """Gives the finished file its name. Raises ObjectExists; nothing is ever replaced."""
+def _publish(root: str, temp: str, key: str, own: os.stat_result) -> None:
+    """Gives the finished file, which is `own`, its name. Raises ObjectExists; nothing is ever replaced."""
     *names, name = key.split("/")
     for tries_left in reversed(range(_PUBLISH_TRIES)):
         try:
             with tree.directory(root, [TEMP_DIRECTORY]) as source, tree.directory(root, names) as target:
-                _link(source, temp, target, name, f"{root}/{key}")
+                _name(source, temp, target, name, f"{root}/{key}", own)
             break
         except FileNotFoundError:  # a new directory; or `delete` found one empty and removed it under us
             if not tries_left:
@@ -171,23 +171,39 @@ def _publish(root: str, temp: str, key: str) -> None:
     _unlink_temp(root, temp)  # before the directories are flushed: no crash leaves a second name
 
 
-def _link(source: int, temp: str, target: int, name: str, path: str) -> None:
-    """`source` and `target`: descriptors of directories. `path`: for messages."""
+def _name(source: int, temp: str, target: int, name: str, path: str, own: os.stat_result) -> None:
+    """`source` and `target`: descriptors of directories. `path`: for messages.
+
+    An error may be the answer to a request that was carried out: NFS sends one again when the answer is lost, and the
+    second one finds the link of the first, or no file to rename any more; or nobody answers in time. So where the name
+    is of this very file, it has been given.
+    """
     try:
         os.link(temp, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-    except FileExistsError:
-        there = _status(target, name)
-        # NFS sends a request again when the answer is lost; the second one finds the link of the first.
-        if there is not None and os.path.samestat(os.stat(temp, dir_fd=source, follow_symlinks=False), there):
-            return
-        raise _taken(target, name, path) from None
     except OSError as error:
+        if _is_own(target, name, own):
+            return
+        if isinstance(error, FileExistsError):
+            raise _taken(target, name, path) from None
         if error.errno not in _NO_LINKS:
             raise
-        # A put of the same key in the same moment would be replaced; keys are random enough that there is none.
-        if _status(target, name) is not None:
-            raise _taken(target, name, path) from None
+        _rename(source, temp, target, name, path, own)
+
+
+def _rename(source: int, temp: str, target: int, name: str, path: str, own: os.stat_result) -> None:
+    # A put of the same key in the same moment would be replaced; keys are random enough that there is none.
+    if _status(target, name) is not None:
+        raise _taken(target, name, path) from None
+    try:
         os.rename(temp, name, src_dir_fd=source, dst_dir_fd=target)
+    except OSError:
+        if not _is_own(target, name, own):
+            raise
+
+
+def _is_own(fd: int, name: str, own: os.stat_result) -> bool:
+    found = _status(fd, name)
+    return found is not None and os.path.samestat(found, own)
 
 
 def _status(fd: int, name: str) -> os.stat_result | None:

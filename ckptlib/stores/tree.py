@@ -76,11 +76,14 @@ def open_file(fd: int, name: str) -> tuple[int, os.stat_result]:
         if kind is None:
             raise
         raise NotAFile(kind) from None
-    found = os.fstat(file)
-    if stat.S_ISREG(found.st_mode):
-        return file, found
-    os.close(file)
-    raise NotAFile(_kind(found.st_mode))
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotAFile(_kind(found.st_mode))
+    except OSError:
+        os.close(file)
+        raise
+    return file, found
 
 
 def open_by_path(path: str) -> tuple[int, os.stat_result]:

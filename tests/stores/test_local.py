@@ -237,6 +237,37 @@ def test_a_root_on_two_file_systems(files: Path, monkeypatch: pytest.MonkeyPatch
     assert (keys(store), temp_files(files)) == ([], [])
 
 
+@pytest.mark.parametrize("call", ["link", "rename"])
+@pytest.mark.parametrize("error", [errno.EEXIST, errno.ENOENT, errno.EIO, errno.ETIMEDOUT], ids=errno.errorcode.get)
+def test_an_answer_that_comes_too_late_or_not_at_all(
+    files: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
+    """As over NFS: the name is given, and its directory flushed, though whoever asked for it is told of an error."""
+    real, fsync, flushed = getattr(os, call), os.fsync, set[int]()
+
+    def carried_out(*names: str, **directories: int) -> None:
+        real(*names, **directories)
+        raise OSError(error, os.strerror(error))
+
+    def no_links(*names: str, **directories: int) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def noting(fd: int) -> None:
+        fsync(fd)
+        flushed.add(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, call, carried_out)
+    monkeypatch.setattr(os, "fsync", noting)
+    store = LocalStore(str(files))
+    store.put("a/b", b"1")
+    assert (files / "a").stat().st_ino in flushed
+    with pytest.raises(ObjectExists):
+        store.put("a/b", b"2")
+    assert store.get("a/b") == b"1"
+    assert temp_files(files) == []
+
+
 @pytest.mark.parametrize("num_flushed", [0, 1, 2])
 def test_an_object_whose_directories_are_not_flushed_is_none(
     files: Path, monkeypatch: pytest.MonkeyPatch, num_flushed: int
