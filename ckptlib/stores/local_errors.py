@@ -10,6 +10,7 @@ from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 """There is no such object."""
 
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _OWN = {
     *(errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
@@ -25,6 +26,8 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
         cause += "; a root must be on one file system"
     if error.errno == errno.ENOTDIR and (found := _in_the_way(error.filename, path)) is not None:
         cause += f"; {found} is in the place of a directory of the root; move it away"
+    if error.errno in _DENIED and isinstance(error.filename, str) and os.path.isabs(error.filename):
+        cause += f", of {error.filename}"  # a directory above the root, or the root
     if error.errno in _FULL:
         return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
     kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError

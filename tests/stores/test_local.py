@@ -209,6 +209,32 @@ for prefix in ["", "steps/", "steps/0"]:
         subprocess.run([sys.executable, "-c", script, root], check=True)
 
 
+@pytest.mark.parametrize(("mode", "named"), [(0o333, ""), (0o555, "/root"), (0o666, "/root")])
+def test_what_is_denied_above_a_root_is_named(mode: int, named: str) -> None:
+    """A directory that cannot be listed cannot be flushed, so a new root in it would not be durable."""
+    script = """
+import os, sys
+from ckptlib.errors import StoreError
+from ckptlib.stores.local import LocalStore
+if os.geteuid() == 0:
+    os.setuid(65534)
+try:
+    LocalStore(sys.argv[1] + "/root").put("a/b", b"1")
+except StoreError as error:
+    assert str(error).endswith(f"a/b: cannot begin to write: Permission denied (errno 13), of {sys.argv[2]}"), error
+else:
+    sys.exit("was put")
+"""
+    with tempfile.TemporaryDirectory() as above:  # pytest's own cannot be entered by others
+        os.chmod(above, 0o755)
+        os.mkdir(f"{above}/dir", 0o700)
+        if os.geteuid() == 0:
+            os.chown(f"{above}/dir", 65534, 65534)
+        os.chmod(f"{above}/dir", mode)
+        subprocess.run([sys.executable, "-c", script, f"{above}/dir", f"{above}/dir{named}"], check=True)
+        os.chmod(f"{above}/dir", 0o700)
+
+
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EXDEV], ids=errno.errorcode.__getitem__)
 def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     """Or without such as lead from one directory to another: AFS has none."""
