@@ -20,14 +20,16 @@ from support import (
     make_generation,
     make_root,
     make_save,
+    of_version,
     put_parts,
+    replace_object,
     state,
 )
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
-from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.retention import drop_unkept, sweep
 from ckptlib.errors import ObjectUnreadable, StoreFull
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -247,3 +249,50 @@ def test_a_record_that_another_sweep_left_meanwhile_is_no_reason_to_delete_at_on
     sweep(Catalog(store), Keep(last=1), None)
     assert not store.scan(saves[0].packs_prefix)
     assert listed_steps_are_whole(store) == [2]
+
+
+def test_a_stale_record_is_put_back_where_another_sweep_has_dropped_the_step_meanwhile() -> None:
+    """Without it, the next job would take the parts for a save of a crash, and have the step again."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(2)]
+    store.put(saves[0].trash_key, TrashRecord(saves[0], "interrupted").encode())
+    age(store, LATER_S)
+
+    def other_sweep(op: str, key: str) -> None:
+        if (op, key) == ("delete", saves[0].trash_key):
+            store.delete(saves[0].manifest_key)
+
+    overtaken = ActorStore(store)
+    overtaken.before = other_sweep
+    sweep(Catalog(overtaken), Keep(last=2), None)
+    assert catalog.saves() == saves[1:]
+    assert saves[0].trash_key in all_keys(store)
+    assert finish_saves(Catalog(store), GenerationId(2, "0" * 8)) == []
+    assert listed_steps_are_whole(store) == [1]
+
+
+# -- a manifest that cannot be read just now
+
+
+@pytest.mark.parametrize("whole_sweep", [True, False])
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_live_job_drops_no_step_whose_manifest_cannot_be_read_now(
+    tmp_path: Path, newer: bool, whole_sweep: bool
+) -> None:
+    """A bad sector, or a newer ckptlib's: what it is kept for, and what it uses, is not known."""
+    store = LocalStore(str(tmp_path))
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(4)]
+    key = saves[1].manifest_key
+    if newer:
+        replace_object(store, key, of_version(store.get(key), 3))
+    job = Catalog(store if newer else Unreadable(str(tmp_path), key))
+    if whole_sweep:
+        sweep(job, Keep(last=1), generation)
+    else:
+        drop_unkept(job, Keep(last=1), generation, broken=())
+    assert catalog.saves() == [saves[1], saves[3]]
+    assert saves[1].trash_key not in all_keys(store)

@@ -12,6 +12,7 @@ import pytest
 from helpers.actors import ActorStore
 from helpers.servers import ObjectStorage
 from support import (
+    listed_steps_are_whole,
     make_generation,
     make_root,
     make_save,
@@ -97,6 +98,23 @@ def test_a_copy_that_cannot_be_put_leaves_no_step(store: Store, catalog: Catalog
     assert catalog.saves() == []
     Committer(Catalog(store)).commit(save, names)
     assert catalog.saves() == [save]
+
+
+def test_what_a_sweep_deletes_right_before_the_manifest_comes_again(store: Store, catalog: Catalog) -> None:
+    """It has listed the steps before, and none named this layout: without both, the step would not load."""
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10))
+    (layout,) = sorted_keys(store, "layouts/")
+    document = store.get(layout)
+
+    def sweep(op: str, key: str) -> None:
+        if (op, key) == ("put", save.manifest_key):
+            store.delete(layout, keys.copy_key(layout))
+
+    overtaken = ActorStore(store)  # type: ignore[arg-type]
+    overtaken.before = sweep
+    Committer(Catalog(overtaken)).commit(save, names)
+    assert [store.get(key) for key in (layout, keys.copy_key(layout))] == [document, document]
+    assert listed_steps_are_whole(store) == [10]
 
 
 def shared_keys(store: Store) -> list[str]:

@@ -221,6 +221,28 @@ def test_needed_is_what_manifests_and_young_records_say(job: SmallJob) -> None:
     assert {*needed_by(catalog_of(job), [], [SaveId(7, job.generation)])} == {PackSet(second)}
 
 
+def test_what_a_step_uses_that_was_dropped_lately_stays_for_its_readers(job: SmallJob) -> None:
+    """Though no step needs it any more, and the time of its own step has come: the grace period is of the one that used
+    it, too."""
+    first, second = saves(job)
+    job.sweep(KEEP)
+    job.advance(GRACE_S + HOUR_S)
+    job.change(range(16))
+    job.change_small()
+    third, manifest = job.save_and_commit(), job.store.get(second.manifest_key)
+    assert catalog_of(job).manifest(third).uses == {}
+    for _ in range(2):
+        job.sweep(KEEP)
+        assert job.found_listed() == {third}
+        assert job.keys(first.packs_prefix)
+        job.check_loads(second, manifest)
+        job.advance(HOUR_S)
+    job.advance(GRACE_S)
+    for _ in range(2):  # the record that kept them goes in the first
+        job.sweep(KEEP)
+    assert not job.keys(first.packs_prefix)
+
+
 def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob) -> None:
     first, second = saves(job)
     listed = catalog_of(job).saves()
