@@ -95,6 +95,8 @@ class Collector:
             refuse_tensor(tensor, name)
         found = self.findings.joined()
         found.param_names.setdefault(id(local_of(tensor)), name)
+        if per_rank:
+            found.own.add(id(local_of(tensor)))
         if isinstance(tensor, Sharded):
             self.by_hand[id(tensor.tensor)] = tensor
         key = None if per_rank else identity(tensor)
@@ -115,7 +117,9 @@ class Collector:
         found.param_names.setdefault(number, name)
         at = place_of_plain(tensor)
         tied: str | None = None
-        if not per_rank and (key := identity_of_plain(tensor, at)) is not None:
+        if per_rank:
+            found.own.add(number)
+        elif (key := identity_of_plain(tensor, at)) is not None:
             first = found.seen.setdefault(key, name)
             tied = None if first is name else first
         owner = self.owners.get(number)
@@ -145,6 +149,8 @@ class Collector:
         """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
         self._claim(name)
         self.findings.joined().param_names.setdefault(id(tensor), name)
+        if per_rank:
+            self.findings.joined().own.add(id(tensor))
         if is_elsewhere(tensor):
             return []
         found = apart(tensor, name)

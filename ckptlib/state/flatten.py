@@ -211,8 +211,9 @@ class _Walk(Visitor[bool], Collector):
         self.refuse_hidden(optimizer, path)
         self.flat.optimizers[path] = optimizer
         key, entries = (path, per_rank), entries_of(optimizer)
+        own = set() if per_rank else self._own_params()
         known = self._memo.optimizers.pop(key, None)
-        if known is not None and not (self._stands(known, entries) and self._stays(key, known.sight)):
+        if known is not None and (own or not (self._stands(known, entries) and self._stays(key, known.sight))):
             known = None
         described: dict[str, Json]
         if known is not None:
@@ -228,24 +229,25 @@ class _Walk(Visitor[bool], Collector):
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
-        def content() -> Iterator[tuple[str, torch.Tensor, object]]:
+        def content() -> Iterator[tuple[str, torch.Tensor, object, bool]]:
             params = (param for group in optimizer.param_groups for param in group["params"])
             for name, param in zip(chain.from_iterable(names), params, strict=True):
+                is_own = per_rank or id(param) in own
                 for key, value in optimizer.state.get(param, {}).items():
-                    yield state_path(path, name, key), param, value
+                    yield state_path(path, name, key), param, value, is_own
 
         taken: dict[str, list[Part]] = {}
         """By name: what the tensors are made of that are made of others."""
 
         def add(walk: _Walk) -> None:
-            for name, param, value in content():
+            for name, param, value, is_own in content():
                 if name in taken:
                     for part in taken[name]:
                         walk.owners[id(part.tensor)] = optimizer
                         walk.add_tensor(*part)
                 elif isinstance(value, torch.Tensor):
                     walk.owners[id(value)] = optimizer
-                    walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank)
+                    walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, is_own)
 
         if known is not None:
             self._memo.optimizers[key] = known
@@ -260,23 +262,23 @@ class _Walk(Visitor[bool], Collector):
         else:
             keys = list(map(list, held))
         if any_subclass(tensors):
-            for name, param, value in content():
+            for name, param, value, is_own in content():
                 if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
-                    taken[name] = self.take_apart(value, name, per_rank)
+                    taken[name] = self.take_apart(value, name, is_own)
             inner = list(chain.from_iterable(taken.values()))
             tensors = [*(t for t in tensors if not is_subclass(t)), *(part.tensor for part in inner)]
             keys.append([(part.name, part.per_rank) for part in inner])
         if self.by_hand:
             add(self)
-        elif self._add_section(key, Fingerprint([names, keys], [*params, *optimizer.state], tensors), add):
+        elif self._add_section(key, Fingerprint([names, keys, own], [*params, *optimizer.state], tensors), add):
             is_named = None not in self.findings.names_of(params)
-            if entries is not None and is_named and not mixed and not taken:
+            if entries is not None and is_named and not mixed and not taken and not own:
                 sight = self._memo.sections[key].sight
                 self._memo.optimizers[key] = KnownOptimizer(entries, sight, names, described)
         if mixed:
-            for name, _, value in content():
+            for name, _, value, is_own in content():
                 if not isinstance(value, torch.Tensor):
-                    self.add_object(value, name, per_rank)
+                    self.add_object(value, name, is_own)
 
     def _look_for(
         self, params: Sequence[torch.Tensor], names: list[list[str]], optimizer: torch.optim.Optimizer, path: str
@@ -288,6 +290,11 @@ class _Walk(Visitor[bool], Collector):
         if 0 < len(others) < len(params):
             saved = (tensor for leaf in found.leaves for _, tensor in leaf.pieces)
             warn_of_unsaved(optimizer, others, [module for module, _, _ in self._modules], saved, path)
+
+    def _own_params(self) -> set[int]:
+        """By id: the optimizers' parameters of which every rank was said to have its own. Then it has its own of what
+        an optimizer keeps for them, too."""
+        return {number for number in self.findings.own() if number in self._memo.owners}
 
     def _stands(self, known: KnownOptimizer, entries: Entries | None) -> bool:
         """Whether the names and tensors of an optimizer are as they were."""

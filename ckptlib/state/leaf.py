@@ -26,7 +26,10 @@ from ckptlib.state.places import place_of_plain
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Marks state of which every rank has its own: `{"cache": PerRank(tensor_or_object_or_dict)}`."""
+    """Marks state of which every rank has its own: `{"cache": PerRank(tensor_or_object_or_dict)}`.
+
+    Of parameters: what an optimizer beside it keeps for them is each rank's own, too.
+    """
 
     value: object
 

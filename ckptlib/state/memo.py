@@ -69,6 +69,8 @@ class Found:
     """By id of tensor: the first."""
     seen: dict[object, str] = field(default_factory=dict)
     """By what two names of one tensor have in common: the first of them."""
+    own: set[int] = field(default_factory=set)
+    """By id: the tensors of which every rank was said to have its own."""
     beside: list[Found] = field(default_factory=list)
     """Of a section: those that were found before it at its last pass, from all of which it is apart."""
 
@@ -81,6 +83,7 @@ class Found:
         self.leaves += other.leaves
         self.names |= other.names
         self.seen |= other.seen
+        self.own |= other.own
         if self.param_names.keys().isdisjoint(other.param_names.keys()):
             self.param_names |= other.param_names
         else:

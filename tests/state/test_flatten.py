@@ -138,6 +138,29 @@ def test_per_rank_tensors_are_never_ties() -> None:
     assert [type(leaf.held) for leaf in flat.leaves] == [OwnPerRank, OwnPerRank, Plain]
 
 
+def test_what_an_optimizer_keeps_for_a_parameter_of_each_rank_is_each_ranks_own() -> None:
+    own, shared, memo = nn.Linear(3, 2), nn.Linear(3, 2), Memo()
+    optim = torch.optim.Adam([*own.parameters(), *shared.parameters()])
+    for param in [*own.parameters(), *shared.parameters()]:
+        param.grad = torch.ones_like(param)
+    optim.step()
+    state: dict[str, object] = {"own": PerRank(own), "shared": shared, "optim": optim}
+    plain = {"own": own, "shared": shared, "optim": optim}
+
+    def of_each(state: object) -> set[str]:
+        leaves = flatten(state, memo).leaves
+        assert len(leaves) == 4 * 4
+        return {leaf.name for leaf in leaves if isinstance(leaf.held, OwnPerRank)}
+
+    names = {"own/weight", "own/bias"}
+    moments = {f"optim/{name}/{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+    for _ in range(2):  # a pass takes over what the one before it found
+        assert of_each(state) == names | moments
+        assert of_each(state) == names | moments
+        assert of_each(plain) == set()
+        assert of_each(plain) == set()
+
+
 def test_tensors_made_for_the_save_are_never_mixed_up() -> None:
     """Memory and ids of temporaries would be given out again if they were not kept."""
     content = Holder()

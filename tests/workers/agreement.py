@@ -8,6 +8,7 @@ from __future__ import annotations
 from agreement_replicas import (
     another_default_device,
     batch_norm_by_rank,
+    experts_by_rank,
     meshes_that_hold_the_same,
     one_slot,
     replicas_once,
@@ -71,6 +72,7 @@ CASES = [
     openings_that_fail,
     batch_norm_by_rank,
     weights_by_rank,
+    experts_by_rank,
     replicas_once,
     one_slot,
     meshes_that_hold_the_same,

@@ -72,6 +72,32 @@ def weights_by_rank(url: Path) -> None:
     assert committed(url) == [2]
 
 
+def experts_by_rank(url: Path) -> None:
+    """Each rank has an expert of its own; one optimizer steps it beside what all ranks hold."""
+
+    def make(seed: int) -> tuple[dict[str, object], list[torch.Tensor]]:
+        shared = nn.Parameter(torch.full((3,), float(seed)))
+        expert = nn.Linear(3, 2)
+        with torch.no_grad():
+            expert.bias.fill_(seed + rank())
+        optim = torch.optim.SGD([shared, *expert.parameters()], lr=0.1, momentum=0.9)
+        shared.grad = shared.detach().clone()
+        for param in expert.parameters():
+            param.grad = param.detach() + rank()
+        optim.step()
+        state = {"w": shared, "expert": ckptlib.PerRank(expert), "optim": optim}
+        return state, [shared, *expert.parameters(), *(entry["momentum_buffer"] for entry in optim.state.values())]
+
+    state, held = make(1)
+    expected = [tensor.detach().clone() for tensor in held]
+    ckptlib.save(url, state, 1)
+    state, held = make(5)
+    ckptlib.load(url, state, 1)
+    assert all(map(torch.equal, held, expected))
+    moments = everywhere(expected[-1].tolist())
+    assert len({*map(str, moments)}) == 3
+
+
 def replicas_once(url: Path) -> None:
     """Together the ranks write each byte once, and about as much each."""
     torch.manual_seed(0)
