@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator, Mapping, MutableMapping
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.state.made_tensors import Holder, made_in
@@ -60,11 +60,13 @@ def _named(module: nn.Module, state: Mapping[str, object]) -> Iterator[tuple[str
         yield name, value
 
 
-_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-"""By module: the canonical name of each key. A wrapper put around a part of it later gives that part's keys anew."""
+_names: MutableMapping[nn.Module, dict[str, str]] = WeakIdKeyDictionary()
+"""By module: the canonical name of each key. A wrapper put around a part of it later gives that part's keys anew.
 
-_made: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-"""By module."""
+By identity: a module may have an `==` of its own, as tensordict's parameters compare element by element."""
+
+_made: MutableMapping[nn.Module, frozenset[str]] = WeakIdKeyDictionary()
+"""By module, in the same way."""
 
 
 def _refuse(module: nn.Module, path: str) -> None:

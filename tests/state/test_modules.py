@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,24 @@ def test_a_users_own_layer_keeps_its_name(root: Root, name: str) -> None:
         assert [n for n, _ in named_state(wrapped, "m")] == own, wrapping
         root.move({"m": wrapped}, {"m": target})
         assert same_modules(model, target)
+
+
+class Elementwise(nn.Linear):
+    """Compares as tensordict's parameters do: no two are simply equal or not."""
+
+    __hash__ = nn.Linear.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return self.weight == other
+
+
+@pytest.mark.parametrize("make", [lambda: Elementwise(2, 2), lambda: nn.Sequential(Elementwise(2, 2))])
+def test_a_module_may_have_an_equality_of_its_own(root: Root, make: Callable[[], nn.Module]) -> None:
+    model, target = make(), make()
+    for _ in range(2):
+        root.move({"m": model}, {"m": target})
+        assert same(dict(model.state_dict()), dict(target.state_dict()))
+        nn.init.ones_(next(model.parameters()))
 
 
 # -- extra state
