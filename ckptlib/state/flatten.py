@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ckptlib.format.paths import join
+from ckptlib.errors import UnsupportedState
+from ckptlib.format.paths import join, segment_of
 from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
@@ -103,7 +104,10 @@ class _Walk(Visitor[bool], Collector):
 
     @override
     def add_entries(self, node: Mapping[object, object], path: str, per_rank: bool) -> bool:
-        if len(node) < SECTION_FROM or {*map(type, node.values())} - {*PLAIN} or {*map(type, node)} != {str}:
+        kinds = {*map(type, node)}
+        if len(kinds) > 1:
+            _refuse_same_text(node, path)
+        if len(node) < SECTION_FROM or {*map(type, node.values())} - {*PLAIN} or kinds != {str}:
             return False
         keys, tensors = list(node), cast(list[torch.Tensor], list(node.values()))
 
@@ -315,6 +319,21 @@ class _Walk(Visitor[bool], Collector):
             else:
                 plain[option] = value
         self.add_value(plain, path)
+
+
+def _refuse_same_text(node: Mapping[object, object], path: str) -> None:
+    """Raises UnsupportedState for a dict of which two keys have one text, as 1 and "1": what lies below the one would
+    be found below the other."""
+    if is_nest(node):
+        return
+    keys: dict[str, object] = {}
+    for key in node:
+        other = keys.setdefault(segment_of(key), key)
+        if other is not key:
+            raise UnsupportedState(
+                f"two entries of the state have the same name {join(path, key)!r}: a dict has both {other!r} and "
+                f"{key!r} as keys; rename one of them"
+            )
 
 
 def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:

@@ -97,6 +97,8 @@ def test_two_entries_of_one_name_are_refused() -> None:
         {"a": {1: torch.ones(1), "1": torch.zeros(1)}},
         {"a": {1: 1, "1": 1, "t": torch.ones(1)}},
         {"": {"a": 1}, "a": 2},
+        {"a": {1: {"x": torch.ones(1)}, "1": {"y": torch.ones(1)}}},
+        {1: {"x": torch.ones(1)}, "1": {"y": 1}},
         {"h": Holder({1: torch.ones(1), "1": torch.ones(2)})},
     ):
         with pytest.raises(UnsupportedState, match="two entries of the state have the same name"):
