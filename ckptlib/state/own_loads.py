@@ -7,6 +7,7 @@ dtype, renews it where torch would have come by.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -110,16 +111,32 @@ def _takes_state(module: nn.Module) -> bool:
 
 
 def _copy_of(module: nn.Module) -> Any:
-    """With copies of its tensors, and such copies of the modules in it: a loader may put others in their place. Hooks
-    are left out: they may hold the module itself, and change that."""
+    """With copies of its tensors, of its containers, and such copies of the modules in it: a loader may put others in
+    their place, or write to them. Hooks are left out: they may hold the module itself, and change that."""
     made: Any = copy.copy(module)
+    vars(made).update((name, _apart(held)) for name, held in vars(module).items() if name not in _REGISTERED)
     made._load_state_dict_pre_hooks, made._load_state_dict_post_hooks = {}, {}
-    for kind in ("_parameters", "_buffers"):
+    for kind in _TENSORS:
         own = getattr(module, kind).items()
         setattr(made, kind, {name: None if held is None else held.detach().clone() for name, held in own})
     inside = module._modules.items()
     made._modules = {name: None if child is None else _copy_of(child) for name, child in inside}
     return made
+
+
+_TENSORS = ("_parameters", "_buffers")
+_REGISTERED = (*_TENSORS, "_modules")
+
+
+def _apart(held: Any) -> Any:
+    """A copy of a tensor, or of a container with copies of these in it; any other object as it is."""
+    if isinstance(held, torch.Tensor):
+        return held.detach().clone()
+    if type(held) in (list, tuple, set, deque):
+        return type(held)(map(_apart, held))
+    if type(held) in (dict, OrderedDict):
+        return type(held)((key, _apart(value)) for key, value in held.items())
+    return held
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -165,7 +182,7 @@ def _load_again(module: nn.Module, is_outermost: bool) -> None:
 
 
 def _run_post_hooks(module: nn.Module) -> None:
-    with _mode_of(module), torch.no_grad():
+    with _mode_of(module), torch.no_grad(), keeping_parameters(module):
         _run_hooks(module, _post_hooks(module))
 
 

@@ -268,6 +268,33 @@ def test_nothing_inside_has_changed_either(root: Root) -> None:
     assert same_modules(target, before)
 
 
+class Noted(Book):
+    """Keeps the size and the bytes of what it loads in containers of its own, and beside them."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.sizes: list[int] = []
+        self.met: dict[str, list[int]] = {"codes": []}
+        self.last, self.held = torch.zeros(1), [torch.zeros(1)]
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        num = len(state[f"{prefix}codes"])
+        self.sizes.append(num)
+        self.met["codes"].append(num)
+        self.last.fill_(num)
+        self.held[0].fill_(num)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_what_a_module_keeps_of_its_loads_is_kept_of_loads_alone(root: Root) -> None:
+    root.save({"m": Noted(3), "w": torch.ones(3)})
+    target = Noted(1)
+    with pytest.raises(StateMismatch):
+        root.load({"m": target, "w": torch.ones(4)})
+    assert (target.sizes, target.met) == ([], {"codes": []})
+    assert (target.last.item(), target.held[0].item()) == (0, 0)
+
+
 class Hooked(Book):
     """Makes its weight anew in a hook, which holds the module."""
 
@@ -364,6 +391,16 @@ class AnewByWhole(Derived):
         self.renew()
 
 
+class AnewByHook(Derived):
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__(value)
+        self.register_load_state_dict_post_hook(lambda module, keys: module.rebuild())
+
+    def rebuild(self) -> None:
+        self.weight = nn.Parameter(self.weight.detach().clone())
+        self.renew()
+
+
 class AnewAndGiven(Given):
     """Part of what it gives is no tensor, so it is loaded as a whole."""
 
@@ -378,6 +415,8 @@ class AnewAndGiven(Given):
 ANEW: dict[str, Callable[[float], nn.Module]] = {
     "method": lambda value: nn.Sequential(nn.Linear(3, 3), AnewByMethod(value)),
     "method, FSDP2": lambda value: WRAPPINGS["FSDP2"](nn.Sequential(nn.Linear(3, 3), AnewByMethod(value))),
+    "hook": lambda value: nn.Sequential(nn.Linear(3, 3), AnewByHook(value)),
+    "hook, DDP": lambda value: WRAPPINGS["DDP"](nn.Sequential(nn.Linear(3, 3), AnewByHook(value))),
     "whole, DDP": lambda value: WRAPPINGS["DDP"](AnewByWhole(value)),
     "given": lambda value: nn.Sequential(AnewAndGiven(value)),
 }
