@@ -134,13 +134,14 @@ def test_a_handler_that_was_installed_later_stays(ends: Callable[[StopSignal], N
 def test_a_program_that_handles_the_signal_itself_may_stand_still() -> None:
     code = """if True:
         import os, signal, time
-        from ckptlib.policy.stop_signal import LEFT_ALONE_S, StopSignal
-        stop, told = StopSignal(), []
+        from ckptlib.policy import stop_signal
+        stop_signal.LEFT_ALONE_S = 0.5
+        stop, told = stop_signal.StopSignal(), []
         signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
         os.kill(os.getpid(), signal.SIGTERM)
         while not told:
             pass
-        time.sleep(4 * LEFT_ALONE_S)
+        time.sleep(4 * stop_signal.LEFT_ALONE_S)
         print(stop.wanted)
     """
     assert run(code) == (0, "False\n", "")
@@ -149,8 +150,9 @@ def test_a_program_that_handles_the_signal_itself_may_stand_still() -> None:
 def test_a_handler_that_calls_this_one_leaves_it_the_signal() -> None:
     code = """if True:
         import os, signal, threading
-        from ckptlib.policy.stop_signal import StopSignal
-        stop = StopSignal()
+        from ckptlib.policy import stop_signal
+        stop_signal.LEFT_ALONE_S = 0.1
+        stop = stop_signal.StopSignal()
         before = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
         os.kill(os.getpid(), signal.SIGTERM)
