@@ -82,6 +82,8 @@ class Steps(NamedTuple):
     """Those whose packs somebody asked not to be referred to any more, ascending."""
     pins: Mapping[SaveId, Sequence[Entry]] = MappingProxyType({})
     """Those that are pinned, committed or not, and the objects that say so."""
+    put: Mapping[SaveId, float] = MappingProxyType({})
+    """When the manifest of each committed one was put; seconds since the epoch, by the store's own clock."""
 
     def has(self, save: SaveId) -> bool:
         """Whether it is committed. There may be thousands, so they are not looked through."""
@@ -123,14 +125,15 @@ class Catalog:
         """The result of listing `steps/`: of all, or of this save and later ones."""
         entries = self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")
         names = [entry.key for entry in entries]
-        saves = sorted(filter(None, map(keys.parse_manifest_key, names)))
+        put = {save: entry.modified for entry in entries if (save := keys.parse_manifest_key(entry.key)) is not None}
+        saves = sorted(put)
         pins: dict[SaveId, list[Entry]] = {}
         for entry in entries:
             if (pinned := keys.parse_pin_key(entry.key)) is not None:
                 pins.setdefault(pinned, []).append(entry)
         if since is None:
             self._stands = {save: self._stands[save] for save in saves if save in self._stands}
-        return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))), pins)
+        return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))), pins, put)
 
     def generation_ids(self) -> list[GenerationId]:
         """Every generation that has put its record, ascending."""

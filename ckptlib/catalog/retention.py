@@ -131,7 +131,7 @@ def sweep(
     known, unknown = _stands(catalog, stock.committed)
     # What was committed meanwhile seems to lack objects, too: one more stays then.
     broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
-    unwanted = unwanted_steps(stock.committed, generations, keep, abandoned, known, broken)
+    unwanted = unwanted_steps(stock.committed, generations, keep, abandoned, known, broken, stock.put)
     stays = unknown | under_way | stock.pins.keys() | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
     condemned = crashed(stock, trash_oldest, generation, decided)
@@ -170,7 +170,7 @@ def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: 
     committed = {*steps.saves}
     generations = _generations(catalog, committed, live=True)
     known, unknown = _stands(catalog, committed)
-    unwanted = unwanted_steps(committed, generations, keep, False, known, committed.intersection(broken))
+    unwanted = unwanted_steps(committed, generations, keep, False, known, committed.intersection(broken), steps.put)
     stays = unknown | steps.pins.keys() | {save for save in known if known[save].exempt}
     _drop(catalog, generation, [save for save in unwanted if save not in stays])
 

@@ -28,6 +28,8 @@ class Stock:
     """Asked for; see `retention`."""
     pins: Mapping[SaveId, Sequence[Entry]]
     """The pinned saves, and the objects that say so."""
+    put: Mapping[SaveId, float]
+    """See `Steps.put`."""
 
 
 def take_stock(catalog: Catalog, oldest: float) -> Stock:
@@ -53,4 +55,4 @@ def take_stock(catalog: Catalog, oldest: float) -> Stock:
     committed = {*steps.saves}
     if any(record.modified < oldest for save, record in records.items() if save not in committed):
         committed |= {*catalog.saves()}
-    return Stock(objects, layouts, records, clocks, committed, steps.refreshes, steps.pins)
+    return Stock(objects, layouts, records, clocks, committed, steps.refreshes, steps.pins, steps.put)

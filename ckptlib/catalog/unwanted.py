@@ -25,8 +25,10 @@ def unwanted_steps(
     abandoned: bool,
     known: Mapping[SaveId, Stand],
     broken: Collection[SaveId],
+    put: Mapping[SaveId, float],
 ) -> list[SaveId]:
     """The committed saves that no rule keeps. `broken`: they lack objects, and are none of the number that is kept.
+    `put`: see `Steps`.
 
     Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
     start again.
@@ -34,8 +36,8 @@ def unwanted_steps(
     visible = history(committed, generations)
     unwanted: set[SaveId] = set()
     if keep is not None:
-        unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
-        unwanted |= {save for save in keep.choose(visible, known) if save in broken}
+        unwanted = {*keep.choose([save for save in visible if save not in broken], known, put)}
+        unwanted |= {save for save in keep.choose(visible, known, put) if save in broken}
     if abandoned:
         unwanted |= {*committed} - {*visible}
     newest = max(generations, default=None)

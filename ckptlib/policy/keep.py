@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,7 +61,8 @@ class Keep:
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
     it for bytes whose time has come. Where the store is full, they go after five minutes."""
     within: timedelta | None = None
-    """Those taken no longer than this before the newest one. A job that pauses for a week loses nothing by it."""
+    """Those taken no longer than this before the newest one, or, by the store's clock, committed so. A job that pauses
+    for a week loses nothing by it."""
     best: str | None = None
     """Those with the best values of this metric, as `after_step` or `log` told it on rank 0. NaN is never best."""
     mode: str | None = None
@@ -138,26 +140,31 @@ class Keep:
             log.error("Keep(exempt=...) failed for step %d, which is kept for good: %r", step, error)
             return True
 
-    def choose(self, saves: Iterable[S], facts: Mapping[S, Facts]) -> list[S]:
+    def choose(self, saves: Iterable[S], facts: Mapping[S, Facts], put: Mapping[S, float]) -> list[S]:
         """Those of the visible saves that are dropped, ascending. Pure.
 
-        `facts`: of those whose manifest can be read. A save that one of the same step has replaced counts for nothing.
+        `facts`: of those whose manifest can be read. `put`: when it was put, by the store's clock. A save that one of
+        the same step has replaced counts for nothing.
         """
         found = sorted(saves)
         latest = {save.step: save for save in found if save in facts}
         counted = [save for save in found if not save < latest.get(save.step, save)]
         last = {*sorted({save.step for save in counted})[-self.last :]}
         kept = {save for save in counted if save.step in last or (self.every and not save.step % self.every)}
-        kept.update(self._recent({save: facts[save] for save in counted if save in facts}))
+        kept.update(self._recent({save: facts[save] for save in counted if save in facts}, put))
         kept.update(self._best({save: facts[save] for save in found if save in facts}))
         return [save for save in found if save not in kept]
 
-    def _recent(self, known: Mapping[S, Facts]) -> list[S]:
-        """`known`: ascending."""
+    def _recent(self, known: Mapping[S, Facts], put: Mapping[S, float]) -> list[S]:
+        """Too old are those that both clocks call so: a job may have gone on on a host whose clock is hours ahead, and
+        a root that was copied may have been put as a whole. `known`: ascending."""
         if self.within is None or not known:
             return []
-        oldest = known[[*known][-1]].created - self.within.total_seconds()
-        return [save for save, facts in known.items() if facts.created >= oldest]
+        newest, within_s = [*known][-1], self.within.total_seconds()
+        oldest, oldest_put = known[newest].created - within_s, put.get(newest, -math.inf) - within_s
+        return [
+            save for save, facts in known.items() if facts.created >= oldest or put.get(save, -math.inf) >= oldest_put
+        ]
 
     def _best(self, known: Mapping[S, Facts]) -> list[S]:
         """`known`: ascending. Of a step counts the latest save that has the metric."""

@@ -105,7 +105,16 @@ class Retention(RuleBasedStateMachine):
     def put(self, ahead: int, loss: float | None, exempt: bool) -> None:
         at, saved, told = self.next(ahead, loss, exempt)
         make_save(self.catalog, self.generation, at[1], tensors(at), **told)
+        self.note(at, saved)
+
+    def note(self, at: Step, saved: Saved) -> None:
+        """It is committed."""
+        saved.put = next(entry.modified for entry in self.store.scan("steps/") if str(named(at)) in entry.key)
         self.model.steps[at] = saved
+
+    def age(self, seconds: float) -> None:
+        age(self.store, seconds)
+        self.model.age(seconds)
 
     @rule(ahead=st.integers(1, 3), loss=losses, exempt=st.integers(0, 5).map(lambda n: n == 0))
     def save(self, ahead: int, loss: float | None, exempt: bool) -> None:
@@ -124,7 +133,7 @@ class Retention(RuleBasedStateMachine):
         put_parts(self.catalog, self.generation, at[1], tensors(at), **told)
         next_one = GenerationId(len(self.model.origins) + 1, "0" * 8)
         assert finish_saves(Catalog(self.store), next_one) == [named(at)]
-        self.model.steps[at] = saved
+        self.note(at, saved)
         self.begin(self.model.visible()[-1])
 
     @rule(nth=which)
@@ -163,12 +172,12 @@ class Retention(RuleBasedStateMachine):
                     exempt=promise.drops_exempt,
                 )
             assert {*map(named, self.model.steps)} <= {*self.catalog.saves()} <= {*map(named, before)}
-            age(self.store, STALE_S)
+            self.age(STALE_S)
         sweep(self.catalog, keep_of(promise), generation, abandoned=promise.abandoned, exempt=promise.drops_exempt)
 
     @rule(seconds=st.sampled_from([STALE_S, LATER_S]))
     def advance(self, seconds: float) -> None:
-        age(self.store, seconds)
+        self.age(seconds)
 
     @invariant()
     def exactly_the_promised_steps_are_there(self) -> None:
@@ -193,7 +202,7 @@ class Retention(RuleBasedStateMachine):
     def teardown(self) -> None:
         """What nobody needs is gone in the end."""
         for _ in range(3):
-            age(self.store, LATER_S)
+            self.age(LATER_S)
             sweep(Catalog(self.store), None, None)
         self.exactly_the_promised_steps_are_there()
         left = {entry.key.split("/")[1] for entry in self.store.scan("packs/")}

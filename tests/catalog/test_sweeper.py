@@ -174,6 +174,7 @@ def test_it_drops_what_a_whole_sweep_drops(clock: SimpleNamespace, seed: int) ->
     for _ in range(30):
         step += 1
         told = {"metrics": {"loss": chance.random()}, "exempt": chance.random() < 0.1, "created": 600.0 * step}
+        age(store, 600)
         save = make_save(catalog, generation, step, state(step), **told)
         whole = copy_of(store)
         dropped += len(sweep(Catalog(whole), keep, generation).dropped)

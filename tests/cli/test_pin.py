@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import Ckptlib, files, path_of
-from support import make_root, make_save, state
+from support import age, make_root, make_save, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.format.keys import GenerationId
@@ -26,6 +26,7 @@ def judged(tmp_path: Path) -> LocalStore:
     catalog.put_generation(Generation(generation, 1, None, 0.0, {}, "here", best=Best("loss", "min")))
     for step, loss in LOSSES.items():
         metrics = {"loss": loss, "acc": loss / 10}
+        age(store, 3600)
         make_save(catalog, generation, step, state(step), metrics=metrics, exempt=step == 3, created=step * 3600.0)
     return store
 

@@ -14,6 +14,8 @@ class Saved:
     created: float
     loss: float | None
     exempt: bool
+    put: float = 0.0
+    """When it was committed, by the store's clock."""
     pinned: bool = False
 
 
@@ -52,6 +54,10 @@ class KeptSteps:
             generation, below = origin[0], min(below, origin[1])
         return sorted(found, key=lambda at: (at[1], at[0]))
 
+    def age(self, seconds: float) -> None:
+        for saved in self.steps.values():
+            saved.put -= seconds
+
     def sweep(self, promise: Promise) -> None:
         """Drops what is promised to nobody."""
         visible = self.visible()
@@ -64,8 +70,8 @@ class KeptSteps:
             if len(numbers) <= promise.last or (promise.every and at[1] % promise.every == 0):
                 stays.add(at)
             if promise.within_s is not None:
-                newest = self.steps[visible[-1]].created
-                if newest - self.steps[at].created <= promise.within_s:
+                newest, this = self.steps[visible[-1]], self.steps[at]
+                if min(newest.created - this.created, newest.put - this.put) <= promise.within_s:
                     stays.add(at)
         if promise.best:
             losses: dict[int, tuple[float, Step]] = {}

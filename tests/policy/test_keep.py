@@ -21,7 +21,7 @@ SAVES = st.lists(st.builds(SaveId, st.integers(0, 60), st.just(GenerationId(1, "
 
 @given(SAVES, st.integers(1, 8), st.none() | st.integers(1, 10))
 def test_choose_drops_all_but_the_newest_and_the_multiples(saves: list[SaveId], last: int, every: int | None) -> None:
-    dropped = Keep(last, every).choose(saves, {})
+    dropped = Keep(last, every).choose(saves, {}, {})
     assert dropped == sorted(dropped)
     assert set(dropped) <= set(saves)
     for save in saves:
@@ -35,7 +35,7 @@ def test_choose_drops_all_but_the_newest_and_the_multiples(saves: list[SaveId], 
 @given(SAVES, st.integers(1, 8), st.none() | st.integers(1, 10))
 def test_choose_again_drops_nothing_more(saves: list[SaveId], last: int, every: int | None) -> None:
     keep = Keep(last, every)
-    assert keep.choose([save for save in saves if save not in keep.choose(saves, {})], {}) == []
+    assert keep.choose([save for save in saves if save not in keep.choose(saves, {}, {})], {}, {}) == []
 
 
 def test_keep_refuses_what_would_drop_the_newest() -> None:
@@ -93,18 +93,30 @@ def test_of_equals_the_latest_is_the_best_and_nan_never_is() -> None:
         saves[3],
         saves[2],
     ]
-    assert Keep(last=1, best="loss", mode="max").choose(saves, told) == [saves[0], *saves[2:5]]
+    assert Keep(last=1, best="loss", mode="max").choose(saves, told, {}) == [saves[0], *saves[2:5]]
     told[saves[1]] = Told(0.0, {})
-    assert Keep(last=1, best="loss", mode="max").choose(saves, told) == [*saves[:3], saves[4]]
-    assert Keep(last=1, best="acc", mode="max").choose(saves, told) == saves[:5]
+    assert Keep(last=1, best="loss", mode="max").choose(saves, told, {}) == [*saves[:3], saves[4]]
+    assert Keep(last=1, best="acc", mode="max").choose(saves, told, {}) == saves[:5]
 
 
 def test_within_counts_from_the_newest_step() -> None:
     saves = [SaveId(step, GenerationId(1, "0" * 8)) for step in range(4)]
     told = {save: Told(1e9 + 3600.0 * save.step, {}) for save in saves}
-    assert Keep(last=1, within=timedelta(hours=2)).choose(saves, told) == saves[:1]
+    put = {save: told[save].created + 60.0 for save in saves}
+    assert Keep(last=1, within=timedelta(hours=2)).choose(saves, told, put) == saves[:1]
     del told[saves[3]]  # its manifest cannot be read
-    assert Keep(last=1, within=timedelta(hours=1)).choose(saves, told) == saves[:1]
+    assert Keep(last=1, within=timedelta(hours=1)).choose(saves, told, put) == saves[:1]
+
+
+def test_within_goes_by_two_clocks() -> None:
+    """The job has gone on on a host whose clock is a day ahead; or all was copied a day later, the newest step last."""
+    saves = [SaveId(step, GenerationId(1, "0" * 8)) for step in range(4)]
+    hourly, keep = {save: 1e9 + 3600.0 * save.step for save in saves}, Keep(last=1, within=timedelta(hours=2))
+    ahead = {save: Told(at + 86400.0 * (save.step > 1), {}) for save, at in hourly.items()}
+    assert keep.choose(saves, ahead, hourly) == saves[:1]
+    told = {save: Told(at, {}) for save, at in hourly.items()}
+    assert keep.choose(saves, told, {save: 1e9 + 86400.0 + save.step for save in saves}) == []
+    assert keep.choose(saves, told, {**hourly, saves[0]: hourly[saves[3]]}) == []
 
 
 def test_copies_of_a_step_are_one_step_of_which_the_latest_stays() -> None:
@@ -113,18 +125,23 @@ def test_copies_of_a_step_are_one_step_of_which_the_latest_stays() -> None:
     earlier = [SaveId(step, GenerationId(1, "0" * 8)) for step in (9, 10, 22)]
     saves = [*earlier, first, *again]
     told = {save: Told(1e9 + save.step, {"loss": 1.0 + (save.step != 36)}) for save in saves}
-    assert Keep(last=3).choose(saves, told) == [earlier[0], first, *again[:-1]]
-    assert Keep(last=1, every=10).choose(saves, told) == [earlier[0], earlier[2], first, *again[:-1]]
-    assert Keep(last=1, every=36).choose(saves, told) == [*earlier, first, *again[:-1]]
-    assert Keep(last=1, within=timedelta(seconds=14)).choose(saves, told) == [*earlier[:2], first, *again[:-1]]
-    assert Keep(last=1, best="loss", mode="min", num_best=2).choose(saves, told) == [*earlier[:2], first, *again[:-1]]
+    put = {save: told[save].created for save in saves}
+    assert Keep(last=3).choose(saves, told, {}) == [earlier[0], first, *again[:-1]]
+    assert Keep(last=1, every=10).choose(saves, told, {}) == [earlier[0], earlier[2], first, *again[:-1]]
+    assert Keep(last=1, every=36).choose(saves, told, {}) == [*earlier, first, *again[:-1]]
+    assert Keep(last=1, within=timedelta(seconds=14)).choose(saves, told, put) == [*earlier[:2], first, *again[:-1]]
+    assert Keep(last=1, best="loss", mode="min", num_best=2).choose(saves, told, {}) == [
+        *earlier[:2],
+        first,
+        *again[:-1],
+    ]
 
 
 def test_a_copy_whose_manifest_is_damaged_or_lacks_the_metric_does_not_stand_for_the_others() -> None:
     first, again, damaged = (SaveId(36, GenerationId(n, "0" * 8)) for n in range(1, 4))
     earlier = [SaveId(step, GenerationId(1, "0" * 8)) for step in (10, 22)]
     told = {save: Told(1e9 + save.step, {}) for save in [*earlier, first, again]}
-    assert Keep(last=2).choose([*earlier, first, again, damaged], told) == [earlier[0], first]
-    assert Keep(last=2).choose([*earlier, first, again, damaged], {}) == [earlier[0]]
+    assert Keep(last=2).choose([*earlier, first, again, damaged], told, {}) == [earlier[0], first]
+    assert Keep(last=2).choose([*earlier, first, again, damaged], {}, {}) == [earlier[0]]
     told[first].metrics["loss"] = 1.0
-    assert Keep(last=1, best="loss", mode="min").choose([*earlier, first, again], told) == earlier
+    assert Keep(last=1, best="loss", mode="min").choose([*earlier, first, again], told, {}) == earlier
