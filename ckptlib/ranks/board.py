@@ -45,6 +45,10 @@ ROOM = WIDTH - 1
 ALIVE_EVERY_S = 0.25
 """How often one who waits looks whether the others live."""
 
+AWAKE_S = 1.0
+"""One who waits looks every 5 ms. Where the clock went on by more than this in between, he was stopped, and the others
+may have been, too: a scheduler suspends a job, a virtual machine is paused. No more than this counts as time waited."""
+
 _NAME = "ckptlib-board"
 _HEAD_NBYTES = 64
 _TOKEN_NBYTES = 16
@@ -142,7 +146,7 @@ class Board:
             unread.popleft()
 
     def _await(self, begun: Collective) -> list[list[int]]:
-        began, look_at, waited = time.monotonic(), ALIVE_EVERY_S, 0.0
+        looked, look_at, waited = time.monotonic(), ALIVE_EVERY_S, 0.0
         while len(rows := self._read(begun)) < len(self._ranks):
             if waited > self._timeout_s:
                 raise self._failed(self._missing(rows), f"did not answer within {self._timeout_s:.0f} s")
@@ -152,7 +156,9 @@ class Board:
                     raise self._failed(gone, "is gone: its process ended, or left the group")
                 look_at = waited + ALIVE_EVERY_S
             time.sleep(min(max(waited / 20, 2e-5), 5e-3))
-            waited = time.monotonic() - began
+            now = time.monotonic()
+            waited += min(now - looked, AWAKE_S)
+            looked = now
         self._begun_by_all = max(self._begun_by_all, begun.number)
         return [*rows.values()]
 

@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import fork_ranks
 
+from ckptlib.errors import AgreementFailed
 from ckptlib.ranks import board as board_module
 from ckptlib.ranks.board import AHEAD, PLACES, ROOM, Board, Collective
 
@@ -120,3 +122,27 @@ def test_real_ranks() -> None:
     assert sorted(line for line in output.splitlines() if line.endswith("done")) == [
         f"rank {rank} done" for rank in range(4)
     ], output
+
+
+def test_time_in_which_the_whole_job_was_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended for an hour, as this rank waits; then for a while nobody comes."""
+    now, sleeps = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 3600.0 if len(sleeps) == 3 else seconds
+        sleeps.append(seconds)
+        if now > 3600 + comes_at:
+            ranks[1].begin([7])
+
+    with boards(2) as ranks:
+        monkeypatch.setattr(ranks[0], "_timeout_s", 30.0)
+        monkeypatch.setattr(ranks[0], "_lives", lambda rank: True)  # by a lock, which is no other process's here
+        monkeypatch.setattr(board_module, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        comes_at = 25.0
+        assert ranks[0].end(ranks[0].begin([5])) == [[5], [7]]
+        now, comes_at = 0.0, 1e9
+        sleeps.clear()
+        with pytest.raises(AgreementFailed, match="rank 1 did not answer within 30 s"):
+            ranks[0].end(ranks[0].begin([5]))
+        assert 3628 < now < 3632
