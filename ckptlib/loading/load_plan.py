@@ -51,6 +51,8 @@ class LoadPlan:
         self._mismatched: list[str] = []
         self._kinds: dict[str, str] = {}
         """By name that is missing: the entry of another kind that the checkpoint has there."""
+        self._notes: dict[str, str] = {}
+        """By name that is left: the message that tells more."""
         self._plain: set[str] = set()
         """Names, mostly of plain values, that one side lacks, and nobody asked for by themselves."""
         self._foreign: dict[str, str] = {}
@@ -81,7 +83,11 @@ class LoadPlan:
             self._foreign,
             self._values,
             tuple(self._finish),
-            {**self._kinds, **{name: why for name in idle if (why := self._asked.why_idle(name)) is not None}},
+            {
+                **self._notes,
+                **self._kinds,
+                **{name: why for name in idle if (why := self._asked.why_idle(name)) is not None},
+            },
             frozenset(optional - self._kinds.keys() - {*idle}),
             frozenset(self._plain - self._kinds.keys() - {*idle}),
             self._used,
@@ -136,9 +142,12 @@ class LoadPlan:
         self.miss(name)
         return True
 
-    def leave(self, saved_name: str) -> None:
-        """Notes a name that the checkpoint has and the state lacks; unused names are found without this."""
+    def leave(self, saved_name: str, why: str | None = None) -> None:
+        """Notes a name that the checkpoint has and the state lacks; unused names are found without this. `why`: the
+        message, where it tells more than that."""
         self._unexpected.append(saved_name)
+        if why is not None:
+            self._notes[saved_name] = why
 
     def leave_foreign(self, saved_name: str, why: str) -> None:
         """As `leave`, of state that an optimizer of this rank would not understand, whatever other ranks say."""

@@ -24,6 +24,11 @@ from ckptlib.state.optimizer_kinds import Kind, kind_of, scalars_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
 from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
 
+UNTRAINED = (
+    "{full}: not in the state: the saved optimizer had this parameter, and the one at {path!r} has not; if "
+    "add_param_group() gave it one in mid-training, call that before the load, too"
+)
+
 
 class Params:
     """The parameters that a walk of the state has met."""
@@ -99,8 +104,11 @@ class OptimizerTargets:
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
-        for name in sorted(groups.keys() - taken):
-            self._plan.leave(f"{saved_path}/{name}")
+        left = sorted(groups.keys() - taken)
+        untrained = {*map(self._saved_name, self._params.names.values())} if left else ()
+        for name in left:
+            full = f"{saved_path}/{name}"
+            self._plan.leave(full, UNTRAINED.format(full=full, path=path) if name in untrained else None)
 
     def _saved_name(self, name: str) -> str:
         """The name under which the checkpoint keeps a parameter's state."""

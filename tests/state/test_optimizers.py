@@ -296,6 +296,20 @@ def test_optimizers_without_their_module(root: Root, named: bool) -> None:
     assert f"{first}/exp_avg" in layout.index
 
 
+def test_a_group_that_was_added_in_mid_training_is_told(root: Root) -> None:
+    model = model_of()
+    first, *others = model.parameters()
+    grown = optim.Adam([first])
+    grown.add_param_group({"params": others, "lr": 0.5})
+    train(model, grown, 0, 1)
+    root.save({"m": model, "o": grown})
+    with pytest.raises(StateMismatch, match=r"o/m/2\.bias: not in the state: the saved .* add_param_group\(\)"):
+        root.load({"m": model, "o": optim.Adam([first])})
+    excused = root.load({"m": model, "o": optim.Adam([first])}, optional=["o/m/0.bias", "o/m/2.*"])
+    assert excused.unexpected == ("o/m/0.bias", "o/m/2.bias", "o/m/2.weight")
+    root.load({"o": optim.Adam([first])}, strict=False)
+
+
 def test_a_parameter_that_one_side_lacks_is_named(root: Root) -> None:
     model = model_of()
     p = list(model.named_parameters())
