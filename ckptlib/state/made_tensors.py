@@ -60,9 +60,19 @@ def made_in(module: nn.Module, state: Mapping[str, object], path: str) -> dict[s
             raise UnsupportedState(
                 f"{path}: state_dict() returns a copy of {key!r}, not the module's own tensor, so load could not fill "
                 "it in place, and no load_state_dict() pre-hook would turn it back; register one, or pass an object "
-                "whose state_dict() and load_state_dict() call the module's"
+                f"whose state_dict() and load_state_dict() call the module's{_or_what_is_trained(module)}"
             )
     return found
+
+
+def _or_what_is_trained(module: nn.Module) -> str:
+    """The advice for a frozen base, whose quantized weights need not be saved to train adapters."""
+    if len({parameter.requires_grad for parameter in module.parameters()}) < 2:
+        return ""
+    return (
+        ". Or save what is trained alone, since some of its parameters are frozen: {name: p for name, p in "
+        "model.named_parameters() if p.requires_grad}"
+    )
 
 
 def lost(value: object, name: str) -> UnsupportedState:

@@ -206,6 +206,9 @@ def test_copies_made_by_a_hook_are_refused_and_views_are_not(tmp_path: Path) -> 
         UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'doubled'.*and no load_state_dict"
     ):
         list(named_state(copying, "m"))
+    frozen = nn.Sequential(copying.requires_grad_(False), nn.Linear(2, 2))
+    with pytest.raises(UnsupportedState, match=r"what is trained alone, .*: \{name: p for .* if p.requires_grad\}"):
+        list(named_state(frozen, "m"))
     for module in (source, target):
         module.register_state_dict_post_hook(split)
     with torch.no_grad():
