@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import HEAD_EVERY_S, Committer, raise_if_failed
+from ckptlib.catalog.commit import HEAD_EVERY_S, Committer, choose_parts, raise_if_failed
 from ckptlib.catalog.history import last_step
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, StoreTimeout, Superseded
 from ckptlib.format.keys import SaveId
@@ -50,8 +50,9 @@ def rescue(
     they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
     for all. A damaged slot counts for nothing: a share may be whole in another writer's. `deadline`: of all that is
     put, by the monotonic clock; what comes later may be swept as soon as it is there. Raises Superseded when a newer
-    generation has begun that does not go on from `save`, SaveFailed when shares are missing, and what the store raises.
-    Where the time is over, that is StoreTimeout: the slots are as good as they were.
+    generation has begun that does not go on from `save`, SaveFailed when the shares make no step, and what the store
+    raises. Where the time is over, and where shares have not come, that is StoreTimeout: the slots are as good as they
+    were.
     """
     slots, catalog = list(slots), committer.catalog
     catalog.check_goes_on(save)
@@ -133,7 +134,14 @@ def _complete(
             return deadline - time.monotonic()
 
         # Of what all ranks held, a second snapshot may have been under way as the job died, and its failure published.
-        manifest = committer.commit_when_whole(save, world_size, seconds_left, left=True)
+        try:
+            manifest = committer.commit_when_whole(save, world_size, seconds_left, left=True)
+        except Superseded:
+            raise
+        except SaveFailed as error:
+            if in_doubt or not choose_parts(catalog.parts(save), world_size)[1]:
+                raise
+            raise StoreTimeout(str(error)) from error  # the store may be out of reach of the host that has them
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
     elif in_doubt:
         _await_commit(catalog, save)
