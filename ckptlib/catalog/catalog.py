@@ -86,7 +86,7 @@ class Steps(NamedTuple):
     """When the manifest of each committed one was put; seconds since the epoch, by the store's own clock."""
 
     def has(self, save: SaveId) -> bool:
-        """Whether it is committed. There may be thousands, so they are not looked through."""
+        """Whether it is committed; without looking through thousands."""
         return self.saves[(at := bisect_left(self.saves, save)) : at + 1] == [save]
 
 
@@ -124,16 +124,15 @@ class Catalog:
     def steps(self, since: SaveId | None = None) -> Steps:
         """The result of listing `steps/`: of all, or of this save and later ones."""
         entries = self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")
-        names = [entry.key for entry in entries]
         put = {save: entry.modified for entry in entries if (save := keys.parse_manifest_key(entry.key)) is not None}
-        saves = sorted(put)
+        saves, refreshes = sorted(put), filter(None, (keys.parse_refresh_key(entry.key) for entry in entries))
         pins: dict[SaveId, list[Entry]] = {}
         for entry in entries:
             if (pinned := keys.parse_pin_key(entry.key)) is not None:
                 pins.setdefault(pinned, []).append(entry)
         if since is None:
             self._stands = {save: self._stands[save] for save in saves if save in self._stands}
-        return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))), pins, put)
+        return Steps(saves, sorted(refreshes), pins, put)
 
     def generation_ids(self) -> list[GenerationId]:
         """Every generation that has put its record, ascending."""
@@ -307,8 +306,7 @@ class Catalog:
         """Of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
         if save in self._trash:
             return self._trash[save]
-        key = save.trash_key
-        record = TrashRecord.decode(save, self.store.get(key), f"{self.store.url}/{key}")
+        record = TrashRecord.decode(save, self.store.get(save.trash_key), f"{self.store.url}/{save.trash_key}")
         if record.created:  # one that never was a step may be committed after all, and dropped again
             self._trash[save] = record
         return record
@@ -369,8 +367,7 @@ class Catalog:
         return self.is_there(save.manifest_key)
 
     def is_there(self, key: str) -> bool:
-        """Whether the store has an object that is not empty, readable or not. Costs a tenth of a listing, where these
-        are paid for."""
+        """Whether the store has an object that is not empty, readable or not; at a tenth of the price of a listing."""
         try:
             return bool(self.store.get(key, 0, 1))
         except ObjectNotFound:

@@ -46,7 +46,7 @@ def list_steps(catalog: Catalog, oldest: SaveId, recent: SaveId, before: ListedS
 
 
 def _joined(before: Steps, found: Steps, recent: SaveId) -> Steps:
-    """What was known of those before `recent`, and what was found from there on. Pure."""
+    """What was known of those before `recent`, and what was found from there on; not when manifests were put. Pure."""
     return Steps(
         before.saves[: bisect_left(before.saves, recent)] + found.saves,
         before.refreshes[: bisect_left(before.refreshes, recent)] + found.refreshes,

@@ -16,12 +16,12 @@ from typing import cast
 
 TOLD_BY = (signal.SIGTERM, signal.SIGUSR1)
 
-LEFT_ALONE_S = 5.0
+LEFT_ALONE_S = 2.0
 """A training that stands still for less than this, or than twice its longest recent step, is not left.
 
-A rank may be late by seconds when all are told to stop: it evaluates, waits for data, or its host is busy. The others
-wait for it in a collective, and a rank that leaves there takes the last save of the job with it. Where one rank is
-dead, the restart comes later by this. Launchers give 30 s, of which the two steps and the save have the rest.
+A rank may be late by a second or two when all are told to stop: it waits for data, or its host is busy. The others wait
+for it in a collective, and a rank that leaves there takes the last save of the job with it. Where one rank is dead, the
+restart comes later by this, which is far more frequent. So it is no longer.
 """
 
 LOOK_EVERY_S = 0.02
