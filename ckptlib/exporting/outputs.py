@@ -73,8 +73,7 @@ class Outputs:
         for path in self._must_be_free:
             _check_free(path)
         for path, final in self._written:
-            _check_free(final)  # again, as each takes a moment
-            path.rename(final)
+            _name(path, final)
             _sync(self._directory)
         self._written.clear()
 
@@ -97,6 +96,18 @@ def outputs(directory: Path) -> Iterator[Outputs]:
         raise StoreError(f"{directory}: the export cannot be written: {error}") from error
     finally:
         found.discard()
+
+
+def _name(path: Path, final: Path) -> None:
+    """Another export may give out the same names in this moment, as one that outlived its trainer. The first one has
+    all of them: to rename a file would put it in the place of the other's."""
+    try:
+        os.link(path, final)
+    except OSError:  # it is there, or this is a directory, or the file system has no hard links
+        _check_free(final)
+        path.rename(final)
+    else:
+        path.unlink()
 
 
 def _check_free(path: Path) -> None:

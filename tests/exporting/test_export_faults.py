@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -181,13 +182,13 @@ def counted(self, name, *more):
     if len(calls) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(self, name, *more)
-def renames(self, target):
-    calls.append(str(target))
+def named(path, final, link=os.link):
+    calls.append(str(final))
     if len(calls) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return os.rename(self, target)
+    return link(path, final)
 outputs.Outputs.write = counted
-outputs.Path.rename = renames
+os.link = named
 ckptlib.export(sys.argv[1], sys.argv[2], format="hf", max_shard_size=20)
 """
 
@@ -220,3 +221,35 @@ def test_options_that_are_none(path: Path) -> None:
             ckptlib.export(path, path.parent / "x", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a path of this machine"):
         ckptlib.export(path, "s3://bucket/x")
+
+
+def test_of_two_exports_at_the_same_time_one_has_all_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a trainer that was killed goes on, of a step that its restart has saved again. It gives its files their
+    names when the other one has just found them free."""
+    names, link, rename = ["a", "b"], os.link, Path.rename
+    old, new = outputs.Outputs(tmp_path), outputs.Outputs(tmp_path)
+    for out, text in ((old, b"old"), (new, b"new")):
+        out.make_room(6, *names)
+        for name in names:
+            out.write(name, 0, lambda fd, text=text: os.write(fd, text))  # type: ignore[misc]
+
+    def publish_the_other() -> None:
+        monkeypatch.undo()
+        old.publish()
+
+    monkeypatch.setattr(os, "link", lambda path, final: (publish_the_other(), link(path, final)))
+    monkeypatch.setattr(Path, "rename", lambda path, final: (publish_the_other(), rename(path, final)))
+    with pytest.raises(ckptlib.ObjectExists, match="is there since the export began"):
+        new.publish()
+    assert [(tmp_path / name).read_text() for name in names] == ["old", "old"]
+
+
+def test_where_there_are_no_hard_links_files_get_their_names_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, final: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    ckptlib.export(path, path.parent / "x.safetensors")
+    assert beside(path) == ["root", "x.safetensors"]
+    with pytest.raises(ckptlib.ObjectExists):
+        ckptlib.export(path, path.parent / "x.safetensors")
