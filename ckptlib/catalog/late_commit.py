@@ -1,10 +1,11 @@
 """A manifest that came too late: a sweep took its save for the remains of a crash, and may have deleted some of it.
 
-A proof is good for EARLY_S, or for as long as a save may take where that is less: until then what the save uses, and
-its own objects, stay, whatever sweeps there are. Later, as when the machine slept, or the store kept the request that
-long, a sweep may have deleted some of them between the proof and the manifest. And a sweep goes by the store's clock,
-which may be several that differ: then a save that has just begun looks old. So whoever commits looks again, now that
-the manifest is there for every sweep to see, and takes the step back where something is gone, or may be.
+A proof is good for EARLY_S, or for as long as a save may take where that is less, and for half of EARLY_S where the job
+is gone: until then what the save uses, and its own objects, stay, whatever sweeps there are. Later, as when the machine
+slept, or the store kept the request that long, a sweep may have deleted some of them between the proof and the
+manifest. And a sweep goes by the store's clock, which may be several that differ: then a save that has just begun looks
+old. So whoever commits looks again, now that the manifest is there for every sweep to see, and takes the step back
+where something is gone, or may be.
 
     a sweep sees a trash record, then lists the steps, then deletes: parts, packs, the record last
     a committer puts the manifest, then looks for a trash record, then for a part
@@ -27,18 +28,21 @@ LATE_S = 5.0
 """Nobody is late who took less: far below what a save may take."""
 
 
-def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, live: bool, is_own: bool) -> None:
+def stay_or_take_back(
+    catalog: Catalog, manifest: Manifest, elapsed: Elapsed, live: bool, orphaned: bool, is_own: bool
+) -> None:
     """Of a step whose manifest has just been put. `elapsed`: since the proof began. `live`: it was saved just now, not
     by a job that is gone, of whose saves a sweep may have put trash records in this moment, a grace period before it
-    deletes any. `is_own`: no other committer had put it. Raises SaveFailed when the step has lost something, or may: it
-    is taken back then, unless it is another one's, who may have said that it is there to stay.
+    deletes any. `orphaned`: see `uses.times_of`. `is_own`: no other committer had put it. Raises SaveFailed when the
+    step has lost something, or may: it is taken back then, unless it is another one's, who may have said that it is
+    there to stay.
     """
-    save, late = manifest.save, _is_late(catalog, elapsed)
+    save, late = manifest.save, _is_late(catalog, elapsed, orphaned)
     try:
         if live or late:
             _check_not_condemned(catalog, manifest)
         if late:
-            _check_all(catalog, manifest)
+            _check_all(catalog, manifest, orphaned)
     except SaveFailed as error:
         if not is_own:
             raise SaveFailed(f"{error}. Another process has put its manifest, which stays") from error
@@ -59,10 +63,10 @@ def take_back(catalog: Catalog, save: SaveId) -> None:
     catalog.store.delete(save.manifest_key)
 
 
-def _is_late(catalog: Catalog, elapsed: Elapsed) -> bool:
+def _is_late(catalog: Catalog, elapsed: Elapsed, orphaned: bool) -> bool:
     """Whether a proof that began then may be good no longer. Asks the store only where it may."""
     seconds = elapsed.at_most()
-    return seconds > LATE_S and seconds > min(catalog.root().save_deadline_s, EARLY_S)
+    return seconds > LATE_S and seconds > min(catalog.root().save_deadline_s, EARLY_S / (2 if orphaned else 1))
 
 
 def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
@@ -74,10 +78,10 @@ def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
         raise SaveFailed(f"step {save.step}: a sweep has deleted its parts")
 
 
-def _check_all(catalog: Catalog, manifest: Manifest) -> None:
+def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
     """All of its parts, and what it uses of other saves."""
     save, every = manifest.save, frozenset(range(manifest.world_size))
     there = {name for names in catalog.parts(save).values() for name in names}
     if not there.issuperset(manifest.parts):
         raise SaveFailed(f"step {save.step}: a sweep has deleted parts of it")
-    times_of(catalog, save, {of: manifest.users.get(of, every) for of in manifest.uses})
+    times_of(catalog, save, {of: manifest.users.get(of, every) for of in manifest.uses}, orphaned)

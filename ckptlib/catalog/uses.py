@@ -77,8 +77,11 @@ def is_needed(needed: Needed, pack: str) -> bool:
     return ranks is None or keys.pack_rank(pack) in ranks
 
 
-def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> dict[PackSet, float]:
+def times_of(
+    catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]], orphaned: bool = False
+) -> dict[PackSet, float]:
     """When the saves were taken whose packs a save uses, as its manifest tells. `uses`: the ranks that use each.
+    `orphaned`: its job is gone, and no sweep reckons with it.
 
     Raises SaveFailed where nothing keeps one of these packs from being deleted, so that the step would be lost later.
     """
@@ -105,7 +108,7 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
             stand = catalog.stand(other)
             _cover(left, found, stand.uses, stand.users)
     if left:
-        _cover_by_trash(catalog, left, found)
+        _cover_by_trash(catalog, left, found, orphaned)
     if left and any(_is_damaged(catalog, other) for other in committed):
         # As above; once the manifest is given up, the one to be put names them.
         found = {**dict.fromkeys(left, 0.0), **found}
@@ -182,13 +185,17 @@ def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
     return False
 
 
-def _cover_by_trash(catalog: Catalog, left: dict[PackSet, frozenset[int]], found: dict[PackSet, float]) -> None:
+def _cover_by_trash(
+    catalog: Catalog, left: dict[PackSet, frozenset[int]], found: dict[PackSet, float], orphaned: bool
+) -> None:
     """Only records count that stay young for as long as a save may take: the grace period is twice that at least.
 
     Where a full store is given room earlier than that, parts go before any pack: none is left where packs may be gone.
+    Whoever gives it room spares what its own saves under way may use, and of no others: what an orphaned save uses may
+    go EARLY_S after it was dropped, and this is good for half of that.
     """
     now, deadline_s = clock.now(catalog.store), catalog.root().save_deadline_s
-    oldest = now - deadline_s
+    oldest = now - (min(deadline_s, EARLY_S / 2) if orphaned else deadline_s)
     for entry in catalog.store.scan(keys.TRASH):
         save = keys.parse_trash_key(entry.key)
         if save is None or entry.modified < oldest:

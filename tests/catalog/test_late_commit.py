@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers.actors import no_chance
+from helpers.actors import ActorStore, no_chance
 from helpers.overwriting import OverwritingStore
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
 
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.retention import sweep
 from ckptlib.errors import SaveFailed
 from ckptlib.format import manifest
 from ckptlib.format.keys import PackSet
-from ckptlib.policy.keep import Keep
+from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import persist
 
@@ -226,3 +228,42 @@ def test_a_rank_that_slept_as_it_put_its_part_has_not_saved(
             persister.persist(job.slot(save, 0), save.id, deadline)
     assert slept
     assert any("-ok-" in key for key in job.keys(f"parts/{save.id}/"))
+
+
+def left_save(job: SmallJob, dropped_ago: float) -> Save:
+    """Of a job that is dead. The share of rank 0 uses step 1, which another job has dropped so long ago; that of rank 1
+    came only now."""
+    save = job.begin_save()
+    job.persist(save, 0)
+    another_commits(job)
+    job.sweep(KEEP)
+    job.advance(dropped_ago)
+    job.persist(save, 1)
+    job.dropped.clear()
+    return save
+
+
+def test_what_a_save_of_a_dead_job_uses_may_go_early(job: SmallJob) -> None:
+    """A full store is given room by a job that knows of no other saves than its own: what it dropped five minutes ago
+    goes, here between the proof and the manifest."""
+    save, store = left_save(job, EARLY_S + 1), ActorStore(job.store)
+
+    def before(op: str, key: str) -> None:
+        if op == "put" and key == save.id.manifest_key:
+            sweep(job.catalog(), KEEP, None, early_s=EARLY_S)
+
+    store.before = before
+    committer = Committer(Catalog(store))  # type: ignore[arg-type]
+    with pytest.raises(SaveFailed, match=r"step 2: needs packs of .*, which no committed step uses any more"):
+        committer.commit_when_whole(save.id, save.world_size, lambda: 0.0, left=True)
+    job.check()
+
+
+def test_what_a_save_of_a_dead_job_uses_and_was_dropped_just_now_stays(job: SmallJob) -> None:
+    save = left_save(job, EARLY_S / 3)
+    Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0, left=True)
+    job._committed(save.id)
+    for _ in range(3):
+        job.advance(EARLY_S + 1)
+        sweep(job.catalog(), None, None, early_s=EARLY_S)
+        job.check()
