@@ -45,7 +45,7 @@ from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
 from ckptlib.catalog.unwanted import crashed, deletable, due_trash, idle_pins, is_refresh_done, unwanted_steps
-from ckptlib.catalog.uses import UNREADABLE, Needed, needed_by, record_of
+from ckptlib.catalog.uses import UNREADABLE, Needed, needed_by, record_of, remedy
 from ckptlib.errors import (
     CorruptData,
     NewerFormat,
@@ -186,10 +186,7 @@ def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed
     except UNREADABLE as error:
         what = f"{catalog.store.url}: which packs other steps use cannot be told, so none is deleted: {error}"
         if not live:
-            raise CorruptData(
-                f"{what}. Put the object back from a copy of the root. To give its step up, delete the object: then "
-                "the packs that only this step used go, too"
-            ) from error
+            raise CorruptData(f"{what}. {remedy(error)}") from error
         log.warning("%s", what)
         return None
 

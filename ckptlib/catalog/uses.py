@@ -61,6 +61,16 @@ def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection
     return needed
 
 
+def remedy(error: Exception) -> str:
+    """What to do where `needed_by` raises it."""
+    if isinstance(error, ObjectNotFound):  # it was listed
+        return "It was there a moment ago: where a job or another sweep deletes what it dropped, ask again"
+    return (
+        "Put the object back from a copy of the root. To give its step up, delete the object: then the packs that only "
+        "this step used go, too"
+    )
+
+
 def add_needed(needed: dict[PackSet, frozenset[int] | None], by: Manifest | Stand | TrashRecord) -> None:
     """Adds the packs that a step uses."""
     for of in by.uses:

@@ -11,11 +11,13 @@ from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, SmallJob
 from support import replace_object
 from typing_extensions import override
 
+from ckptlib.catalog import retention
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.stand import Stand
+from ckptlib.catalog.stock import Stock, take_stock
 from ckptlib.catalog.uses import add_needed, is_needed, needed_by, record_of, times_of
 from ckptlib.errors import CorruptData, FormatError, SaveFailed
 from ckptlib.format import keys, manifest
@@ -249,6 +251,21 @@ def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob
     job.store.put(second.trash_key, record_of(catalog_of(job), second, "").encode())
     job.store.delete(second.manifest_key)
     assert {*needed_by(catalog_of(job), listed, [])} == {PackSet(first)}
+
+
+def test_what_another_sweep_deletes_meanwhile_is_no_damage(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job keeps the bytes of dropped steps for a shorter time than whoever asks for the plan of a sweep thinks."""
+    first, _ = saves(job)
+
+    def listed_before(catalog: Catalog, oldest: float) -> Stock:
+        stock = take_stock(catalog, oldest)
+        for key in (first.manifest_key, first.trash_key):
+            job.store.delete(key)
+        return stock
+
+    monkeypatch.setattr(retention, "take_stock", listed_before)
+    with pytest.raises(CorruptData, match=r"It was there a moment ago: where a job or another sweep .*, ask again"):
+        sweep(catalog_of(job), KEEP, None, dry_run=True)
 
 
 def test_only_the_packs_of_ranks_that_are_named_are_needed() -> None:
