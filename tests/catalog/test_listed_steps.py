@@ -95,5 +95,5 @@ def test_old_ones_of_many_are_listed_again_in_time(monkeypatch: pytest.MonkeyPat
 def test_older_ones_than_were_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root(monkeypatch, MANY)
     assert root.look(oldest=2_000)[0] == root.all(save(2_000))
-    assert root.look(oldest=1_000)[0] == root.catalog.steps(save(1_000))
+    assert root.look(oldest=1_000)[0] == root.all(save(1_000))
     assert root.look(oldest=3_000)[1] == 1

@@ -18,6 +18,7 @@ import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import FormatError, ObjectExists, StoreError, StoreFull
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import LateHead, Store, local_direct, local_upload
 from ckptlib.stores.local import LocalStore
 
@@ -292,6 +293,29 @@ def test_an_answer_that_comes_too_late_or_not_at_all(
         store.put("a/b", b"2")
     assert store.get("a/b") == b"1"
     assert temp_files(files) == []
+
+
+@pytest.mark.parametrize("nbytes", [10, 3 * PAGE_BYTES])
+def test_a_file_is_flushed_before_it_has_its_name_and_its_directories_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """All of its bytes. Those above a root that the put has made are flushed, too: a power loss takes none of them."""
+    root, fsync = tmp_path / "runs" / "new", os.fsync
+    flushed: list[tuple[int, int, bool]] = []
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        found = os.fstat(fd)
+        flushed.append((found.st_ino, found.st_size, (root / "a" / "b").exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    LocalStore(str(root)).put("a/b", bytes(PAGE_BYTES), [bytes(nbytes)])
+    inode = (root / "a" / "b").stat().st_ino
+    assert [(size, named) for ino, size, named in flushed if ino == inode] == [(PAGE_BYTES + nbytes, False)]
+    for directory in (tmp_path, tmp_path / "runs"):
+        assert directory.stat().st_ino in {ino for ino, _, _ in flushed}
+    for directory in (root, root / "a"):
+        assert directory.stat().st_ino in {ino for ino, _, named in flushed if named}
 
 
 @pytest.mark.parametrize("num_flushed", [0, 1, 2])
