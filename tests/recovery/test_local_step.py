@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from support import make_generation, make_root, put_parts
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound, CorruptData, NotBrought, ObjectUnreadable
+from ckptlib.format.check import check_of
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, newest, parse_saves, saves_on, whole
@@ -25,10 +28,12 @@ class Disks:
         self.disks = [make_root(LocalStore(str(path))) for path in self.paths]
         self.generation = make_generation(self.disks[0])
 
-    def save(self, step: int) -> SaveId:
+    def save(self, step: int, **told: Sequence[object]) -> SaveId:
+        """`told`: further fields of the parts, by rank."""
         num = len(self.disks)
         for rank, disk in enumerate(self.disks):
-            save, _ = put_parts(disk, self.generation, step, {"w": np.arange(64 * num) + step}, num)
+            fields = {name: values[rank] for name, values in told.items()}
+            save, _ = put_parts(disk, self.generation, step, {"w": np.arange(64 * num) + step}, num, **fields)
             for other in range(num):
                 if other != rank:
                     self.lose(rank, step, other)
@@ -57,6 +62,23 @@ def test_a_step_is_whole_when_the_disks_together_have_all_parts(disks: Disks) ->
     disks.lose(1, 2, 1)
     assert sorted(whole(disks.told())) == saves[:1]
     assert whole(disks.told()[:2]) == {}, "a host is gone"
+
+
+@pytest.mark.parametrize("digests", [[b"same", b"same"], [b"one", b"two"]], ids=["alike", "unlike"])
+def test_a_step_whose_replicas_differ_is_none(tmp_path: Path, digests: list[bytes]) -> None:
+    """Its commit is refused, and so is a restart from the disks, where no commit is asked for."""
+    disks = Disks(tmp_path, 2)
+    save = disks.save(1, check=[check_of(7, rank, {(0, 1): digest}) for rank, digest in enumerate(digests)])
+    assert [*whole(disks.told())] == [save] * (digests[0] == digests[1])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_of_which_disks_tell_different_numbers_of_ranks_is_none(disks: Disks, size: int) -> None:
+    save = disks.save(1)
+    told = [json.loads(data) for data in disks.told()]
+    assert [rows[str(save)][0] for rows in told] == [3, 3, 3]
+    told[2][str(save)][0] = size
+    assert whole([json.dumps(rows).encode() for rows in told]) == {}
 
 
 def test_ranks_that_share_a_host_see_the_same(disks: Disks) -> None:
