@@ -35,6 +35,7 @@ from ckptlib.saving.planner import Overlap, Plan, Planner
 from ckptlib.saving.run_record import run_record
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.stdio import fill_stdio
+from ckptlib.saving.step_metrics import encode_metrics
 from ckptlib.saving.stopwatch import Stopwatch
 from ckptlib.saving.tier import TierState
 from ckptlib.saving.verdicts import Verdicts
@@ -202,7 +203,7 @@ class Session:
         """
         if self.outcomes.superseded is not None:
             raise self.outcomes.superseded
-        encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
+        encoded = encode_metrics(metrics or {})
         if isinstance(state, Flat):
             return state, encoded
         return flatten(whole_state(state, PerRank(self._rng)), self.memo, owners), encoded

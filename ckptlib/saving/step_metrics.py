@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from ckptlib.catalog.metrics import numeric
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import values
+from ckptlib.format.values import Json
 from ckptlib.policy.best import Best
 
 
 def check_metrics(metrics: object) -> None:
-    """Raises TypeError for what are none, UnsupportedState for one that cannot be saved."""
+    """Raises TypeError for what are none."""
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"metrics={repr(metrics)[:80]}: expected a dict by name, such as {{'val_loss': loss.item()}}")
-    for name, value in metrics.items():
-        try:
-            values.encode(value, f"metrics[{name}]")
-        except UnsupportedState as error:
-            raise UnsupportedState(f"{error}. A metric is a number: of a tensor, tensor.item()") from error
+
+
+def encode_metrics(metrics: Mapping[str, object]) -> dict[str, Json]:
+    """Raises UnsupportedState for one that cannot be saved."""
+    try:
+        return {name: values.encode(value, f"metrics[{name}]") for name, value in metrics.items()}
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{error}. A metric is a number: of a tensor, tensor.item()") from error
 
 
 class StepMetrics:
@@ -34,6 +38,7 @@ class StepMetrics:
     def note(self, metrics: Mapping[str, object]) -> None:
         """Raises UnsupportedState for a metric that cannot be saved, TypeError for what are no metrics."""
         check_metrics(metrics)
+        encode_metrics(metrics)
         self._noted.update(metrics)
 
     def of(self, given: Mapping[str, object] | None) -> Mapping[str, object] | None:

@@ -29,18 +29,14 @@ def usual() -> tuple[Path, ...]:
 
 
 def check_given(directory: Path) -> None:
-    """Raises NoRoom where a job was told to make its slots in a directory that is none, or that takes no files.
+    """Raises NoRoom where a job was told to make its slots in a directory that is none.
 
-    A full one passes: what fills it may be slots of a dead job.
+    A full one passes: what fills it may be slots of a dead job. So does one that takes no files now: a restore may come
+    from other hosts, and its rights be given back before the next snapshot.
     """
-    if not directory.exists():
-        what = "does not exist"
-    elif not directory.is_dir():
-        what = "is no directory"
-    elif not os.access(directory, os.W_OK | os.X_OK):
-        what = "cannot be written to"
-    else:
+    if os.path.isdir(directory):
         return
+    what = "is no directory" if os.path.exists(directory) else "does not exist"
     raise NoRoom(
         f"arena={str(directory)!r} {what} on {socket.gethostname()}, so no snapshot can be taken; make the directory "
         "on every host, or give another one"
