@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ckptlib.adapters.checkpoint_id import place_of
 from ckptlib.errors import StateError, StateMismatch
-from ckptlib.exporting.dcp_files import StandIns, boxes, leaves_of
+from ckptlib.exporting.dcp_files import StandIns, leaves_of
 from ckptlib.exporting.names import Naming
 from ckptlib.exporting.stream import BATCH_BYTES
 from ckptlib.format.box import Box
@@ -179,7 +179,7 @@ class StorageReader(TorchStorageReader):
                 "target, or allow it: StorageReader(..., cast=True)"
             )
         itemsize = torch.empty((), dtype=getattr(torch, spec.dtype)).element_size()
-        for part in boxes(tuple(item.lengths), BATCH_BYTES // itemsize):
+        for part in Box.whole(item.lengths).split(BATCH_BYTES // itemsize):
             if part.numel:
                 offset = tuple(a + b for a, b in zip(item.storage_offsets, part.offset, strict=True))
                 within = target[part.slices()] if part.ndim else target

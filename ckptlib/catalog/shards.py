@@ -6,7 +6,7 @@ No torch. Small shards share chunks, whose digests say nothing of one of them al
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,12 @@ class SavedShard:
         """Of its chunks."""
         chunks = self.part.table.chunks(self.shard)
         return self.part.digests[chunks.start : chunks.stop]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The bytes of its chunks. Digests of two that are cut alike are of the same elements."""
+        chunks = self.part.table.chunks(self.shard)
+        return self.part.table.nbytes[chunks.start : chunks.stop]
 
     @property
     def box(self) -> Box:
@@ -124,9 +130,10 @@ class ShardComparer:
         if first.box == second.box:
             if first.digests == second.digests and first.skipped == second.skipped:
                 return True
-            if region == first.box and not first.is_shared and not second.is_shared and _cut_alike(first, second):
+            alike = first.cuts == second.cuts and first.part.algorithm == second.part.algorithm
+            if alike and region == first.box and not (first.is_shared or second.is_shared):
                 return False
-        pieces = _split(region, REGION_BYTES // first.itemsize)
+        pieces = region.split(REGION_BYTES // first.itemsize)
         return all(np.array_equal(self._bytes(first, piece), self._bytes(second, piece)) for piece in pieces)
 
     def _bytes(self, saved: SavedShard, region: Box) -> np.ndarray:
@@ -177,24 +184,3 @@ class ShardComparer:
         while self._nbytes > BYTES_KEPT and len(self._chunks) > 1:
             self._nbytes -= len(self._chunks.popitem(last=False)[1])
         return data
-
-
-def _cut_alike(first: SavedShard, second: SavedShard) -> bool:
-    """Whether their digests are those of the same elements."""
-    cuts = []
-    for saved in (first, second):
-        chunks = saved.part.table.chunks(saved.shard)
-        cuts.append(saved.part.table.nbytes[chunks.start : chunks.stop])
-    return cuts[0] == cuts[1] and first.part.algorithm == second.part.algorithm
-
-
-def _split(region: Box, most: int) -> Iterator[Box]:
-    """A region in pieces of at most so many elements, in order."""
-    if region.numel <= most:
-        yield region
-        return
-    dim = next(d for d, n in enumerate(region.shape) if n > 1)
-    half = region.shape[dim] // 2
-    for start, size in ((0, half), (half, region.shape[dim] - half)):
-        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
-        yield from _split(Box(offset, (*region.shape[:dim], size, *region.shape[dim + 1 :])), most)

@@ -52,10 +52,10 @@ class ShardDiffer(ShardComparer):
         if comparable and first.box == second.box == region:
             if first.digests == second.digests and first.skipped == second.skipped:
                 return
-            if not (first.is_shared or second.is_shared) and _sizes(first) == _sizes(second):
+            if not (first.is_shared or second.is_shared) and first.cuts == second.cuts:
                 self._count_chunks(first, second, deep, into)
                 return
-        for piece in split(region, max(PIECE_BYTES // first.itemsize, 1)):
+        for piece in region.split(max(PIECE_BYTES // first.itemsize, 1)):
             _count(self._bytes(first, piece), self._bytes(second, piece), into)
 
     def _count_chunks(self, first: SavedShard, second: SavedShard, deep: bool, into: Changed) -> None:
@@ -77,24 +77,6 @@ def _count(one: np.ndarray, other: np.ndarray, into: Changed) -> None:
     """Of elements that are rows of bytes."""
     elements = int(np.count_nonzero((one != other).any(axis=-1)))
     into.add(elements * one.shape[-1], elements)
-
-
-def _sizes(saved: SavedShard) -> tuple[int, ...]:
-    chunks = saved.part.table.chunks(saved.shard)
-    return saved.part.table.nbytes[chunks.start : chunks.stop]
-
-
-def split(region: Box, most: int) -> Iterator[Box]:
-    """A region in pieces of at most so many elements, in order."""
-    if region.numel <= most:
-        yield region
-        return
-    dim = next(d for d, n in enumerate(region.shape) if n > 1)
-    rows = max(most * region.shape[dim] // region.numel, 1)
-    for start in range(0, region.shape[dim], rows):
-        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
-        shape = (*region.shape[:dim], min(rows, region.shape[dim] - start), *region.shape[dim + 1 :])
-        yield from split(Box(offset, shape), most)
 
 
 def count_rank(differ: ShardDiffer, first: PartIndex, second: PartIndex, deep: bool) -> dict[str, Changed]:

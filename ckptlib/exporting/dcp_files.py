@@ -5,8 +5,6 @@ torch's own writer makes the index, a pickle that is never read here. Only funct
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -166,23 +164,10 @@ def name_parameters(tree: dict[str, Any], path: str) -> None:
         group["params"] = [*map(short, group["params"])]
 
 
-def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """A tensor in boxes of at most so many elements, one at least, in row-major order. Pure."""
-    if math.prod(shape) <= most:
-        yield Box.whole(shape)
-        return
-    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most)
-    rows = most // math.prod(shape[dim + 1 :])
-    for above in itertools.product(*map(range, shape[:dim])):
-        for first in range(0, shape[dim], rows):
-            offset = (*above, first, *(0 for _ in shape[dim + 1 :]))
-            yield Box(offset, (*(1 for _ in above), min(rows, shape[dim] - first), *shape[dim + 1 :]))
-
-
 def _chunks(items: Sequence[Item]) -> Iterator[Wanted]:
     """Parts of tensors, each of which is written as one object."""
     for item in items:
-        for box in boxes(item.shape, BATCH_BYTES // dtypes.itemsize(item.dtype_saved)):
+        for box in Box.whole(item.shape).split(BATCH_BYTES // dtypes.itemsize(item.dtype_saved)):
             yield Wanted(item, box.shape, ((0, box),))
 
 

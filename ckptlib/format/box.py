@@ -62,6 +62,18 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
         """Index of this region in an array whose origin is the coordinates' origin."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
+    def split(self, most: int) -> Iterator[Box]:
+        """In pieces of at most so many elements, one at least; each a run of this box's, in row-major order."""
+        if self.numel <= most:
+            yield self
+            return
+        dim = next(d for d, n in enumerate(self.shape) if n > 1)
+        rows = max(most * self.shape[dim] // self.numel, 1)
+        for start in range(0, self.shape[dim], rows):
+            offset = (*self.offset[:dim], self.offset[dim] + start, *self.offset[dim + 1 :])
+            shape = (*self.shape[:dim], min(rows, self.shape[dim] - start), *self.shape[dim + 1 :])
+            yield from Box(offset, shape).split(most)
+
     def flat_range(self, inside: Sequence[int]) -> tuple[int, int]:
         """First and last + 1 flat (row-major) index that this region touches in an array of shape `inside`.
 

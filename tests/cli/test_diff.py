@@ -15,9 +15,8 @@ from support import make_generation, make_root, make_save
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli import changes
-from ckptlib.cli.changes import ValueChanges, split
+from ckptlib.cli.changes import ValueChanges
 from ckptlib.cli.diff import compare
-from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.part import Part
@@ -139,16 +138,6 @@ def test_chunks_of_equal_digest_are_not_read(shared: Path) -> None:
     assert compare(deaf, deaf.manifest(saves[2]), deaf.manifest(saves[2]), names, deep=True).changed == {}
     with pytest.raises(AssertionError, match="was read"):
         compare(deaf, deaf.manifest(saves[1]), deaf.manifest(saves[2]), names, deep=True)
-
-
-@given(st.lists(st.integers(1, 9), max_size=4), st.integers(1, 40))
-def test_pieces_fill_a_region_once(shape: list[int], most: int) -> None:
-    region = Box((2,) * len(shape), tuple(shape))
-    seen = np.zeros([n + 2 for n in shape], int)
-    for piece in split(region, most):
-        assert piece.numel <= most
-        seen[piece.slices()] += 1
-    assert seen[region.slices()].min() == 1 == seen.sum() / region.numel
 
 
 def part(rank: int, values: dict[str, Json]) -> Part:

@@ -21,8 +21,6 @@ import ckptlib
 import ckptlib.dcp
 from ckptlib.errors import CorruptData, ObjectExists, StateMismatch, UnsupportedState
 from ckptlib.exporting import dcp_files
-from ckptlib.exporting.dcp_files import boxes
-from ckptlib.format.box import Box
 
 
 def trained(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -157,18 +155,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_two_ranks_save_and_two_others_load(tmp_path: Path) -> None:
     assert fork_ranks(str(Path(__file__).parent / "dcp_ranks.py"), 2, tmp_path, timeout_s=120).count("alike") == 2
-
-
-def test_boxes() -> None:
-    assert [*boxes((), 5)] == [Box.whole(())]
-    assert [*boxes((0, 3), 5)] == [Box.whole((0, 3))]
-    for shape, most in (((7, 5), 12), ((3, 4, 5), 7), ((2, 100), 30), ((5,), 1)):
-        cut = [*boxes(shape, most)]
-        seen = torch.zeros(shape, dtype=torch.int)
-        for box in cut:
-            assert 0 < box.numel <= most
-            seen[box.slices()] += 1
-        assert (seen == 1).all()
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

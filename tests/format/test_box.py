@@ -92,6 +92,16 @@ def test_relative_to_moves_and_keeps_shape(case: tuple[tuple[int, ...], list[Box
     assert moved.relative_to([-x for x in b.offset]) == a
 
 
+@given(shape_and_boxes(1), st.integers(1, 40))
+def test_split_has_each_element_once_in_order(case: tuple[tuple[int, ...], list[Box]], most: int) -> None:
+    shape, (box,) = case
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    pieces = [*box.split(most)]
+    assert max(piece.numel for piece in pieces) <= most
+    seen = np.concatenate([flat[piece.slices()].ravel() for piece in pieces])
+    assert np.array_equal(seen, flat[box.slices()].ravel())
+
+
 @given(shape_and_range())
 def test_boxes_of_range_are_the_range_in_order_and_contiguous(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, first, last = case
