@@ -30,6 +30,7 @@ from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.late_commit import take_back
+from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import StepObjects, check_there
 from ckptlib.catalog.uses import UNREADABLE
@@ -142,28 +143,19 @@ def _put_pack(
     first = min(PAGE_BYTES, nbytes)  # what follows begins on a page, and local stores take whole pages the fast way
     head = source.get(key, 0, first)
 
-    def pieces() -> Iterator[Buffer]:
-        ahead: deque[Future[memoryview]] = deque()
-        for at in range(first, nbytes, PIECE_BYTES):
-            ahead.append(reads.submit(_piece, source, key, at, min(PIECE_BYTES, nbytes - at)))
-            if len(ahead) >= AHEAD:
-                yield told(ahead.popleft().result())
-        while ahead:
-            yield told(ahead.popleft().result())
+    def read(at: int) -> memoryview:
+        buffer = memoryview(mmap.mmap(-1, min(PIECE_BYTES, nbytes - at)))
+        source.get_into(key, at, buffer)
+        return buffer
 
-    def told(piece: memoryview) -> memoryview:
-        advance(piece.nbytes)
-        return piece
+    def pieces() -> Iterator[Buffer]:
+        for piece in in_order(reads, read, range(first, nbytes, PIECE_BYTES), AHEAD):
+            advance(piece.nbytes)
+            yield piece
 
     advance(first)
     with suppress(ObjectExists):  # by another copy of the same step; what is there is checked
         target.put(key, head, Counted(nbytes - first, pieces()))
-
-
-def _piece(source: Store, key: str, offset: int, nbytes: int) -> memoryview:
-    buffer = memoryview(mmap.mmap(-1, nbytes))
-    source.get_into(key, offset, buffer)
-    return buffer
 
 
 def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:

@@ -16,9 +16,9 @@ import logging
 import mmap
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 from typing_extensions import Buffer
 
@@ -27,6 +27,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import read_chunk
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.local_disk import part_there
+from ckptlib.catalog.reading import in_order
 from ckptlib.errors import (
     CorruptData,
     FormatError,
@@ -209,23 +210,14 @@ class Drain:
 
     def _pieces(self, pack: Pack) -> Iterator[Buffer]:
         """The bytes behind the first page; the next piece is read while one is sent."""
-        starts = range(PAGE_BYTES, pack.nbytes, PIECE_BYTES)
-        ahead: deque[Future[Buffer]] = deque()
-        for at in starts:
-            ahead.append(self._reader.submit(self._read_piece, pack.key, at, min(PIECE_BYTES, pack.nbytes - at)))
-            if len(ahead) > 1:
-                yield self._paced(ahead.popleft().result())
-        for work in ahead:
-            yield self._paced(work.result())
+        for piece in in_order(self._reader, partial(self._piece, pack), range(PAGE_BYTES, pack.nbytes, PIECE_BYTES), 2):
+            self._pace.take(piece.nbytes)
+            yield piece
 
-    def _paced(self, piece: Buffer) -> Buffer:
-        self._pace.take(memoryview(piece).nbytes)
-        return piece
-
-    def _read_piece(self, key: str, offset: int, nbytes: int) -> Buffer:
+    def _piece(self, pack: Pack, offset: int) -> memoryview:
         """In memory that begins on a page: local stores take such pieces the fast way."""
-        buffer = memoryview(mmap.mmap(-1, nbytes))
-        self._read_into(key, offset, buffer)
+        buffer = memoryview(mmap.mmap(-1, min(PIECE_BYTES, pack.nbytes - offset)))
+        self._read_into(pack.key, offset, buffer)
         return buffer
 
     def _read_into(self, key: str, offset: int, buffer: memoryview) -> None:
