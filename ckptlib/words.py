@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and names in words for people: of the command and of the report. Pure, but for the clock."""
+"""Numbers, sizes, times and names in words for people: of messages, command and report. Pure, but for the clock."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ from datetime import datetime, timezone
 def plain(text: str) -> str:
     """The text, with everything escaped that is no printable character."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """What may have several lines, on one."""
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def cut(text: str, most: int) -> str:
+    """No longer than so many characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def listed(found: Sequence[object], most: int) -> str:
+    """The first of them: "0, 1, ..."."""
+    return ", ".join(map(str, found[:most])) + (", ..." if len(found) > most else "")
 
 
 def size(nbytes: float) -> str:
@@ -57,9 +72,14 @@ def moment(seconds: float) -> str:
         return f"{seconds:g} s since 1970"
 
 
-def count(number: int, noun: str, plural: str | None = None) -> str:
+def count(number: int, noun: str) -> str:
     """ "1 step", "2 steps"."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else noun + 's'}"
+
+
+def span(steps: Sequence[int]) -> str:
+    """One or more steps: "step 10", "3 steps from 10 to 30"."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"{count(len(steps), 'step')} from {min(steps)} to {max(steps)}"
 
 
 def metrics(found: Mapping[str, object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,13 @@ class Count:
         self.chunks += other.chunks
         self.nbytes += other.nbytes
         self.stored += other.stored
+
+    @classmethod
+    def sum(cls, of: Iterable[Count]) -> Count:
+        total = cls()
+        for one in of:
+            total.add(one)
+        return total
 
     def document(self) -> dict[str, int]:
         return {"num_chunks": self.chunks, "nbytes": self.nbytes, "nbytes_stored": self.stored}

@@ -11,6 +11,7 @@ from ckptlib.format import values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.values import Json
 from ckptlib.policy.best import Best
+from ckptlib.words import listed
 
 
 def numeric(metrics: Mapping[str, Json]) -> dict[str, float]:
@@ -41,14 +42,10 @@ def best_of(metrics: Mapping[SaveId, Mapping[str, float]], rule: Best | None, ur
     found = {save: of[rule.metric] for save, of in metrics.items() if rule.metric in of}
     if best := rule.choose(found):
         return best[0]
-    there = sorted({name for of in metrics.values() for name in of})
+    there = listed([repr(name) for name in sorted({name for of in metrics.values() for name in of})], 8) or "none"
     nans = sum(map(math.isnan, found.values()))
-    what = f"{nans} of {len(metrics)} steps have it, as NaN" if nans else "its steps have these: " + _some(there)
+    what = f"{nans} of {len(metrics)} steps have it, as NaN" if nans else f"its steps have these: {there}"
     raise CheckpointNotFound(
         f"{url} holds no step with a number as metric {rule.metric!r}; {what}. Tell metrics by after_step(step, "
         "metrics={...}) or log({...}); NaN is never best"
     )
-
-
-def _some(names: list[str]) -> str:
-    return (", ".join(map(repr, names[:8])) or "none") + (", ..." if len(names) > 8 else "")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 
 import click
-from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.copying import CopiedPacks, commit_copy, copy_packs, lineage_of, open_copy
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Output, count, duration, plain, size
+from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.cli.progress import progress
 from ckptlib.errors import CorruptData
 from ckptlib.stores import Store
@@ -91,7 +90,7 @@ def _copy(store: Store, new_store: Store, output: Output, step: str) -> bool:
     )
     if broken:
         text = f"its history is incomplete, as it is in {store.url}, and ckptlib gc will refuse it: {broken}"
-        output.err.print(Text(plain(text), style="red"))
+        output.problem(text)
     return True
 
 

@@ -16,10 +16,10 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.catalog.shards import PartIndex
-from ckptlib.cli.changes import Changed, ShardDiffer, ValueChange, ValueChanges, count_rank, count_tensor
+from ckptlib.cli.changes import Changed, ShardDiffer, ValueChanges, count_rank, count_tensor
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Cell, Output, count, size
-from ckptlib.cli.show import Tensor, cut, merged, part_of
+from ckptlib.cli.output import Cell, Output, count, cut, size
+from ckptlib.cli.show import MAX_VALUE_WIDTH, Tensor, merged, part_of
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
@@ -162,7 +162,7 @@ def _print(
         output.line()
     if found.values.found:
         values = [
-            (path, str(v.num_ranks), *(cut(json.dumps(value)) if there else "-" for value, there in _ends(v)))
+            (path, str(v.num_ranks), _value(v.before, v.kind != "added"), _value(v.after, v.kind != "removed"))
             for path, v in found.values.found.items()
         ]
         output.columns(("VALUE", "RANKS", "BEFORE", "AFTER"), values, right=("RANKS",))
@@ -175,9 +175,8 @@ def _print(
         output.line(Text("the steps are cut differently: where digests do not compare, bytes were read", style="dim"))
 
 
-def _ends(change: ValueChange) -> Iterator[tuple[object, bool]]:
-    yield change.before, change.kind != "added"
-    yield change.after, change.kind != "removed"
+def _value(value: object, is_there: bool) -> str:
+    return cut(json.dumps(value), MAX_VALUE_WIDTH) if is_there else "-"
 
 
 def _cells(tensor: Tensor, changed: Changed, deep: bool) -> list[Cell]:

@@ -13,7 +13,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.uses import add_needed
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Cell, Output, count, plain, size
+from ckptlib.cli.output import Cell, Output, count, size
 from ckptlib.cli.usage import PacksUsage, StepUsage, Usage
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
@@ -72,7 +72,7 @@ def command(store: Store, output: Output) -> bool:
     output.document({"url": store.url, "steps": rows, "totals": total, "problems": problems})
     _print(output, usage.steps, packs, states, total)
     for problem in problems:
-        output.err.print(Text(plain(problem), style="red"))
+        output.problem(problem)
     return not problems
 
 

@@ -8,7 +8,7 @@ import click
 
 from ckptlib.catalog.accounts import Accounts, read_accounts
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.goodput import Goodput, Spent, Start, goodput
+from ckptlib.catalog.goodput import Goodput, Start, goodput
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, moment, seconds
 from ckptlib.format.account import CLOSED, DIED
@@ -85,7 +85,7 @@ def _print(output: Output, found: Goodput, accounts: Accounts) -> None:
         what = count(len(accounts.untold), "generation")
         output.line(f"{what} without an account (of an older ckptlib, or of ckptlib.save): counted as down")
     for problem in accounts.problems[:8]:
-        output.err.print(problem, style="red", markup=False)
+        output.problem(problem)
 
 
 def _print_sums(output: Output, found: Goodput) -> None:
@@ -115,16 +115,12 @@ def _print_starts(output: Output, found: Goodput) -> None:
             moment(start.began),
             "none" if start.last is None else f"{start.first} to {start.last}",
             f"{start.steps_lost}",
-            *(seconds(s) for s in _some(start.spent)),
+            *map(seconds, (start.spent.trained, start.spent.stalled, start.spent.restoring, start.spent.down)),
             {DIED: "failed", CLOSED: "ended"}.get(start.end or "", "not known"),
         )
         for start in shown
     ]
     output.columns(header, rows, right=("lost", "trained", "stalled", "restoring", "down before"))
-
-
-def _some(spent: Spent) -> tuple[float, ...]:
-    return spent.trained, spent.stalled, spent.restoring, spent.down
 
 
 def _share(value: float | None) -> str:

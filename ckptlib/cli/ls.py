@@ -106,7 +106,7 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
         output.line(f"{store.url} holds no committed step")
     problems = [text for text in (problem, *(row.problem for row in rows)) if text]
     for text in problems:
-        output.err.print(Text(plain(text), style="red"))
+        output.problem(text)
     return not problems
 
 

@@ -14,21 +14,24 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from ckptlib.words import age, count, duration, metrics, moment, plain, ranks, seconds, size
+from ckptlib.words import age, count, cut, duration, metrics, moment, one_line, plain, ranks, seconds, size, span
 
 __all__ = [
     "Cell",
     "Output",
     "age",
     "count",
+    "cut",
     "duration",
     "metrics",
     "moment",
+    "one_line",
     "plain",
     "ranks",
     "seconds",
     "size",
     "somebody_answers",
+    "span",
 ]
 
 Cell = str | Text
@@ -90,9 +93,13 @@ class Output:
 
     def error(self, error: BaseException) -> None:
         """In one line; as JSON, too, where that was asked for."""
-        message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        message = one_line(str(error))
         self.document({"error": {"kind": type(error).__name__, "message": message}})
-        self.err.print(Text(plain(message), style="red"))
+        self.problem(message)
+
+    def problem(self, text: str) -> None:
+        """Something that is wrong, whatever the mode."""
+        self.err.print(Text(plain(text), style="red"))
 
 
 def _common_width(widths: Iterable[int]) -> int:

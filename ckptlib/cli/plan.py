@@ -216,13 +216,10 @@ def _tell_time(output: Output, plan: Plan, how: str) -> None:
         _line(output, "persist", f"{duration(plan.persist_s)} until a save is in the store, in the background")
     _line(output, "interval", f"{duration(plan.interval)}{' (given)' if asked.every else ''}")
     for name, seconds in intervals.items():
-        _line(output, "", f"from {duration(seconds)} on, {words[name]}" if name != "young" else _young(seconds, words))
+        when = f"at {duration(seconds)}" if name == "young" else f"from {duration(seconds)} on"
+        _line(output, "", f"{when}, {words[name]}")
     if plan.ettr is not None:
         _line(output, "ETTR", f"{100 * plan.ettr:.1f} % of the time trains steps that count")
-
-
-def _young(seconds: float, words: dict[str, str]) -> str:
-    return f"at {duration(seconds)}, {words['young']}"
 
 
 def _tell_storage(output: Output, plan: Plan) -> None:

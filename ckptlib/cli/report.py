@@ -43,7 +43,7 @@ def command(output: Output, store: Store, out: str) -> bool:
         output.document({"out": out, "nbytes": nbytes, "steps": len(found.steps), "problems": [*found.problems]})
         output.line(f"{out}: {count(len(found.steps), 'step')}, {size(nbytes)}")
     for problem in found.problems[:8]:
-        output.err.print(problem, style="red", markup=False)
+        output.problem(problem)
     return not found.problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks, size
+from ckptlib.cli.output import Output, age, count, cut, metrics, moment, plain, ranks, size
 from ckptlib.cli.stands import stands_of
 from ckptlib.codecs.registry import RAW
 from ckptlib.format import keys, sharding
@@ -145,7 +145,7 @@ def command(
     }
     output.document(document)
     for problem in problems:
-        output.err.print(Text(plain(problem), style="red"))
+        output.problem(problem)
     if output.as_json:
         return not problems
     _print_head(output, manifest, chain, kept)
@@ -318,7 +318,7 @@ def _run_rows(chain: list[Generation]) -> Iterator[tuple[str, str]]:
         yield "begun from", plain(" ".join(str(init[key]) for key in ("kind", "url", "step") if key in init))
     config = run.get("config")
     for name, value in config.items() if isinstance(config, dict) else ():
-        yield f"config.{plain(name)}", cut(value if isinstance(value, str) else json.dumps(value))
+        yield f"config.{plain(name)}", cut(value if isinstance(value, str) else json.dumps(value), MAX_VALUE_WIDTH)
 
 
 def _print_layouts(output: Output, manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
@@ -352,7 +352,7 @@ def _print_codings(output: Output, codings: Codings) -> None:
     rows = [(codec, *_count_cells(found)) for codec, found in codings.codecs.items()]
     output.columns(("CODEC", *number), rows, right=number)
     output.line()
-    kinds = {kind: _sum(by_codec.values()) for kind, by_codec in codings.kinds.items()}
+    kinds = {kind: Count.sum(by_codec.values()) for kind, by_codec in codings.kinds.items()}
     largest = sorted(kinds, key=lambda kind: kinds[kind].nbytes, reverse=True)
     of_kinds = [
         (kind, *_count_cells(kinds[kind]), ", ".join(sorted(codings.kinds[kind]))) for kind in largest[:MAX_KINDS]
@@ -360,13 +360,6 @@ def _print_codings(output: Output, codings: Codings) -> None:
     output.columns(("KIND", *number, "CODECS"), of_kinds, right=number)
     if len(largest) > MAX_KINDS:
         output.line(Text(f"and {len(largest) - MAX_KINDS:,} more kinds", style="dim"))
-
-
-def _sum(counts: Iterable[Count]) -> Count:
-    total = Count()
-    for found in counts:
-        total.add(found)
-    return total
 
 
 def _count_cells(found: Count) -> tuple[str, str, str, str]:
@@ -386,13 +379,8 @@ def _print_tensors(output: Output, tensors: list[Tensor], pattern: str) -> None:
 
 def _print_values(output: Output, values: Mapping[str, object]) -> None:
     output.line()
-    rows = [(path, cut(json.dumps(value))) for path, value in values.items()]
+    rows = [(path, cut(json.dumps(value), MAX_VALUE_WIDTH)) for path, value in values.items()]
     if rows:
         output.columns(("VALUE", "OF RANK 0"), rows)
     else:
         output.line("rank 0 has no values")
-
-
-def cut(text: str) -> str:
-    """For people."""
-    return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."

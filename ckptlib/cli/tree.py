@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.history import limits_of
-from ckptlib.cli.output import Output, age, count, plain
+from ckptlib.cli.output import Output, age, count, plain, span
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
@@ -97,17 +97,12 @@ def _words(branch: Branch) -> str:
             what.append(f"{'goes back to' if record.rewind else 'from'} step {record.resumed_from.step}")
         what += [count(record.world_size, "rank"), f"{age(record.created)} ago"]
     if branch.listed:
-        what.append(_range(branch.listed))
+        what.append(span([save.step for save in branch.listed]))
     if branch.abandoned:
-        what.append(f"abandoned: {_range(branch.abandoned)}")
+        what.append(f"abandoned: {span([save.step for save in branch.abandoned])}")
     if not (branch.listed or branch.abandoned):
         what.append("no step")
     return f"generation {branch.id.number}: {', '.join(what)}"
-
-
-def _range(saves: Sequence[SaveId]) -> str:
-    first, last = saves[0].step, saves[-1].step
-    return f"step {first}" if len(saves) == 1 else f"{count(len(saves), 'step')} from {first} to {last}"
 
 
 def document(branch: Branch) -> dict[str, object]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, moment, plain, seconds, size
+from ckptlib.cli.output import Output, count, cut, duration, moment, one_line, plain, seconds, size
 from ckptlib.cli.quantities import SPAN
 from ckptlib.errors import CkptError
 from ckptlib.reporting.glance import Glance, Recent, Watcher
@@ -82,8 +82,7 @@ def view(url: str, found: Glance | None, problem: CkptError | None, now: float) 
     """The lines that people see."""
     lines = [Text.assemble((plain(url), "bold"), (f"  {moment(now)}", "dim"))]
     if problem is not None:
-        message = "; ".join(line.strip() for line in str(problem).splitlines() if line.strip())
-        lines.append(Text(plain(message), style="red"))
+        lines.append(Text(plain(one_line(str(problem))), style="red"))
     if found is None:
         return lines
     rows = [*_rows(found, now)]
@@ -125,9 +124,7 @@ def _failures(found: Glance) -> Iterator[tuple[str, str, str]]:
     text = f"{failed:,} of {count(found.num_starts, 'start')}, {count(len(found.failed), 'save')}"
     yield "failures", text, "red" if failed or found.failed else ""
     for save, said in [*found.failed.items()][-MAX_FAILED:]:
-        line = " ".join(said.split())
-        line = line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..."
-        yield "", f"step {save.step}, {line}", "red"
+        yield "", f"step {save.step}, {cut(' '.join(said.split()), MAX_WIDTH)}", "red"
 
 
 def _median(values: Sequence[float]) -> str:

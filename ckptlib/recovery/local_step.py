@@ -35,6 +35,7 @@ from ckptlib.format.part import Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.stores.io_limits import IoLimits
+from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
 
@@ -177,10 +178,10 @@ class OnDisks:
         def check() -> None:
             lacking = sorted({*ranks} - self._step.seen[self._group.rank])
             if lacking:
-                some = ", ".join(map(str, lacking[:16])) + (", ..." if len(lacking) > 16 else "")
                 raise CheckpointNotFound(
-                    f"rank {self._group.rank} needs shares that are on the disks of other hosts: of rank {some} of "
-                    f"{self.world_size}. Ranks that come back on the hosts where they were read from local disks"
+                    f"rank {self._group.rank} needs shares that are on the disks of other hosts: of rank "
+                    f"{listed(lacking, 16)} of {self.world_size}. Ranks that come back on the hosts where they were "
+                    "read from local disks"
                 )
 
         together(self._group, f"loading step {self.save.step}", check)

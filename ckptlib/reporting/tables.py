@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ckptlib.catalog.codings import Count
 from ckptlib.format.account import CLOSED
 from ckptlib.reporting.html import Child, Element, join, tag
 from ckptlib.reporting.plots import section
 from ckptlib.reporting.records import Begin, FailedSave, Records, Step
-from ckptlib.words import count, metrics, moment, ranks, seconds, size
+from ckptlib.words import count, cut, metrics, moment, one_line, ranks, seconds, size, span
 
 PLACES = {"memory": "memory", "local": "local disks", "store": "the store"}
 """Of the tiers of a restore."""
@@ -56,10 +56,9 @@ def date(seconds_since: float) -> str:
     return moment(seconds_since).removesuffix(" UTC")
 
 
-def cut(text: str) -> str:
+def short(text: str) -> str:
     """On one line, and not too long."""
-    line = "; ".join(part.strip() for part in text.splitlines() if part.strip())
-    return line if len(line) <= MAX_CHARACTERS else line[: MAX_CHARACTERS - 3] + "..."
+    return cut(one_line(text), MAX_CHARACTERS)
 
 
 def starts(found: Records) -> Element:
@@ -98,7 +97,7 @@ def _start(begin: Begin) -> list[Child]:
     return [
         begin.id.number,
         "" if began is None else date(began),
-        "" if record is None else cut(record.host),
+        "" if record is None else short(record.host),
         "" if record is None or begin.is_rewind else record.world_size,
         _origin(begin),
         "" if start is None else seconds(start.spent.restoring),
@@ -139,7 +138,7 @@ def failures(found: Records) -> Element:
         parts.append(table(header, rows, ("step", "generation", "parts", "written"), "saves"))
     if found.problems:
         parts.append(tag("p", f"{count(len(found.problems), 'object')} could not be read (ckptlib verify says more):"))
-        parts.append(tag("ul", *(tag("li", cut(problem)) for problem in found.problems[:20]), class_="plain"))
+        parts.append(tag("ul", *(tag("li", short(problem)) for problem in found.problems[:20]), class_="plain"))
     if not parts:
         parts.append(tag("p", "None: no start failed, no save was left without a commit, and all records can be read."))
     return section("Failures", *parts)
@@ -148,7 +147,7 @@ def failures(found: Records) -> Element:
 def _failed(save: FailedSave) -> list[Child]:
     said = {error: [rank for rank, other in save.errors.items() if other == error] for error in save.errors.values()}
     words = [
-        f"{'rank' if len(who) == 1 else 'ranks'} {ranks(sorted(who))}: {cut(error)}" for error, who in said.items()
+        f"{'rank' if len(who) == 1 else 'ranks'} {ranks(sorted(who))}: {short(error)}" for error, who in said.items()
     ]
     how = "; ".join(words) or ("under way, for all that is known" if save.may_come else "cut short: no rank told why")
     return [save.save.step, save.save.generation.number, date(save.modified), save.num_parts, size(save.nbytes), how]
@@ -169,7 +168,7 @@ def changes(found: Records) -> Element | None:
                     step.save.generation.number,
                     "" if new or before is None or before.interval is None else f"{before.interval:,}",
                     f"{step.interval:,}",
-                    "" if step.why is None else cut(step.why),
+                    "" if step.why is None else short(step.why),
                 ]
             )
         before = step
@@ -204,7 +203,7 @@ def tiers(found: Records) -> Element:
     reasons: dict[str, list[int]] = {}
     for drop in found.dropped:
         reasons.setdefault(drop.reason, []).append(drop.save.step)
-    drops = [f"{cut(reason)}: {_range(steps)}" for reason, steps in [*reasons.items()][:MAX_KINDS]]
+    drops = [f"{short(reason)}: {span(steps)}" for reason, steps in [*reasons.items()][:MAX_KINDS]]
     return section(
         "Tiers",
         tag("p", words),
@@ -214,19 +213,15 @@ def tiers(found: Records) -> Element:
     )
 
 
-def _range(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"{count(len(steps), 'step')} from {min(steps)} to {max(steps)}"
-
-
 def kinds(found: Records) -> Element | None:
     """What the newest step is stored as."""
     history = found.history
     if found.newest is None or not history or found.newest.codecs.keys() <= {"raw"}:
         return None
-    by_kind = {kind: (_sum(by_codec), by_codec) for kind, by_codec in found.newest.kinds.items()}
+    by_kind = {kind: (Count.sum(by_codec.values()), by_codec) for kind, by_codec in found.newest.kinds.items()}
     largest = sorted(by_kind, key=lambda kind: by_kind[kind][0].nbytes, reverse=True)
     rows: list[list[Child]] = [
-        [cut(kind), f"{by_kind[kind][0].chunks:,}", *_sizes(by_kind[kind][0]), ", ".join(sorted(by_kind[kind][1]))]
+        [short(kind), f"{by_kind[kind][0].chunks:,}", *_sizes(by_kind[kind][0]), ", ".join(sorted(by_kind[kind][1]))]
         for kind in largest[:MAX_KINDS]
     ]
     more = len(largest) - len(rows)
@@ -236,13 +231,6 @@ def kinds(found: Records) -> Element | None:
         table(("kind", "chunks", "size", "stored", "ratio", "codecs"), rows, ("chunks", "size", "stored", "ratio")),
         tag("p", f"And {count(more, 'more kind')}.") if more > 0 else None,
     )
-
-
-def _sum(by_codec: Mapping[str, Count]) -> Count:
-    total = Count()
-    for found in by_codec.values():
-        total.add(found)
-    return total
 
 
 def _sizes(found: Count) -> tuple[str, str, str]:
@@ -289,5 +277,5 @@ def _step(step: Step) -> list[Child]:
         "" if times.stall_s is None else seconds(times.stall_s),
         "" if times.persist_s is None else seconds(times.persist_s),
         marks,
-        cut(metrics(step.metrics)),
+        short(metrics(step.metrics)),
     ]

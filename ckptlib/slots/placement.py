@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ckptlib.words import listed
+
 
 @dataclass(frozen=True)
 class ReplicaMap:
@@ -67,7 +69,7 @@ def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> Rep
     if not 0 <= copies < len(ranks_of):
         raise ValueError(
             f"copies={copies} needs {copies + 1} failure domains, but the {len(domains)} ranks are on {len(ranks_of)} "
-            f"({_listed(list(ranks_of))}). Expected copies from 0 (snapshots survive the death of a trainer, not of a "
+            f"({listed([*ranks_of], 4)}). Expected copies from 0 (snapshots survive the death of a trainer, not of a "
             f"host) to {max(len(ranks_of) - 1, 0)}. A failure domain is a machine unless domain= names others"
         )
     holders: list[tuple[int, ...]] = [()] * len(domains)
@@ -93,7 +95,3 @@ def _rings(alike: list[list[str]], size: int) -> list[list[str]]:
 def _cut(domains: list[str], size: int) -> list[list[str]]:
     starts = range(0, len(domains) - size + 1, size)
     return [domains[start : len(domains) if start == starts[-1] else start + size] for start in starts]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,11 +26,9 @@ from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
 from ckptlib.verify.shared_chunks import SharedChunks
+from ckptlib.words import count
 
 Advance = Callable[[int], None]
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -171,9 +168,9 @@ def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
 def _wrong_size(pack: _PackRead, size: int | None, readable: set[int]) -> Finding:
     shards = pack.shards(c for c in pack.chunks if c not in readable)
     if size is None:
-        message = f"{pack.key}: there is no such object; {_count(len(shards), 'tensor')} of rank {pack.part.rank} lost"
+        message = f"{pack.key}: there is no such object; {count(len(shards), 'tensor')} of rank {pack.part.rank} lost"
         return Finding("missing", pack.key, message, pack.part.save, pack.part.rank, shards)
-    hurt = f"; {_count(len(shards), 'tensor')} cut" if shards else ""
+    hurt = f"; {count(len(shards), 'tensor')} cut" if shards else ""
     message = f"{pack.key}: has {size:,} bytes, expected {pack.nbytes:,}{hurt}"
     return Finding("malformed", pack.key, message, pack.part.save, pack.part.rank, shards)
 
@@ -273,7 +270,3 @@ def _buffer(use: str, nbytes: int) -> memoryview:
         held = np.empty(nbytes, dtype=np.uint8)
         setattr(_local, use, held)
     return held.data[:nbytes]
-
-
-def _count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

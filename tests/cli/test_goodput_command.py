@@ -92,6 +92,17 @@ def test_damage_is_named_and_hides_nothing_else(ckptlib: Ckptlib, root: Path) ->
     assert damaged.name in ckptlib("goodput", root).err.replace("\n", "")
 
 
+def test_what_is_wrong_orders_no_terminal_about(ckptlib: Ckptlib, root: Path, tmp_path: Path) -> None:
+    """The path is in each problem that these two tell."""
+    accounts(root)[0].write_bytes(b"no account")
+    moved = root.rename(tmp_path / "root\x1b[2J")
+    for command in (("goodput", moved), ("report", moved, "-o", tmp_path / "page.html")):
+        shown = ckptlib(*command)
+        assert shown.code == 1
+        assert "\x1b" not in shown.err
+        assert "root\\x1b[2J" in shown.err.replace("\n", "")
+
+
 @pytest.mark.parametrize("version", ["written-by-0.1", "written-by-0.2"])
 def test_roots_of_older_versions(ckptlib: Ckptlib, version: str) -> None:
     roots = [path.parent for path in (OLD / version).rglob("ckptlib.json")]
