@@ -37,6 +37,7 @@ from ckptlib.format.check import alike
 from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.manifest import Manifest, ranks_by_layout
 from ckptlib.format.part import FailedPart, PartHead, uses_digest
+from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +170,8 @@ class Committer:
                 return self.commit(save, names, elapsed, left)
             if seconds_left() <= 0:
                 _raise_failure(self.catalog, save, found)
-                some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-                raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
+                who = f"{len(missing)} of {world_size} ranks: {listed(missing, 16)}"
+                raise SaveFailed(f"step {save.step}: no part came from {who}")
             if time.monotonic() >= next_check:
                 check_may_commit(self.catalog, save)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
@@ -244,13 +245,6 @@ def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: S
             )
 
 
-def _find_parts(catalog: Catalog, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
-    """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
-    found = catalog.parts(save)
-    _raise_failure(catalog, save, found)
-    return choose_parts(found, world_size)
-
-
 def choose_parts(found: Mapping[int, Sequence[PartName]], world_size: int) -> tuple[list[PartName], list[int]]:
     """Of the parts that are there, one good one per rank, and the ranks that have none. Pure.
 
@@ -300,19 +294,18 @@ def finish_saves(catalog: Catalog, generation: GenerationId) -> list[SaveId]:
 
 
 def _finish_one(catalog: Catalog, save: SaveId) -> bool:
-    names = catalog.parts(save)
-    if 0 not in names or not all(n.ok for found in names.values() for n in found):
+    found = catalog.parts(save)
+    if 0 not in found or not all(name.ok for names in found.values() for name in names):
         return False  # a rank, or the committer, said that it gave up
-    if not is_recorded(catalog, save.generation):
+    if not is_recorded(catalog, save.generation, catalog.generation_ids()):
         log.warning("step %d is not committed: its generation %s began in another root", save.step, save.generation)
         return False
     try:
-        world_size = catalog.part(next(n for n in names[0] if n.ok)).world_size
-        complete, missing = _find_parts(catalog, save, world_size)
+        names, missing = choose_parts(found, catalog.part(found[0][0]).world_size)
         if missing:
             return False
         # By a new one, which reads all of them: nobody is left who knows whether these parts are whole.
-        Committer(catalog).commit(save, complete, left=True)
+        Committer(catalog).commit(save, names, left=True)
     except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
         log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
         return False  # damaged or incomplete: it never existed, and retention will sweep it

@@ -40,7 +40,7 @@ def check_may_commit(catalog: Catalog, save: SaveId) -> None:
 
 def _check_began(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> None:
     url = catalog.store.url
-    if _is_recorded(catalog, generation, ids):
+    if is_recorded(catalog, generation, ids):
         return
     if catalog.shared.is_same_root():
         own = catalog.shared.own_record
@@ -61,10 +61,6 @@ def _check_began(catalog: Catalog, generation: GenerationId, ids: Collection[Gen
     raise catalog.shared.gone(f"record of generation {generation}")
 
 
-def is_recorded(catalog: Catalog, generation: GenerationId) -> bool:
-    """Whether it began in this root: else another root was in its place."""
-    return _is_recorded(catalog, generation, catalog.generation_ids())
-
-
-def _is_recorded(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> bool:
+def is_recorded(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> bool:
+    """Whether it began in this root: else another root was in its place. `ids`: those that have a record here."""
     return generation in ids or bool(catalog.store.scan(keys.copy_key(generation.key)))
