@@ -8,7 +8,7 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -123,7 +123,7 @@ def _verify(
                 yield finding_of(layout, key, save)
             else:
                 yield from _both(catalog, key, save)
-        yield from _altered_versions(catalog, [save.manifest_key], save)
+        yield from _version_of(catalog, save.manifest_key, save)
         sound = []
         for name, part, altered in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
             if isinstance(part, Part):
@@ -155,15 +155,13 @@ def _both(catalog: Catalog, key: str, save: SaveId | None) -> Iterator[Finding]:
         elif at == copy and isinstance(first, bytes) and document != first:
             yield Finding("malformed", at, f"{at}: it says something else than {other}", save)
         else:
-            yield from _altered_versions(catalog, [at], save)
+            yield from _version_of(catalog, at, save)
 
 
-def _altered_versions(catalog: Catalog, documents: Iterable[str], save: SaveId | None) -> Iterator[Finding]:
-    """Of documents that can be read: those that can, although their version was altered."""
-    for key in documents:
-        data = attempt(partial(catalog.store.get, key))
-        if isinstance(data, bytes):
-            yield from _altered_version(data, key, save)
+def _version_of(catalog: Catalog, key: str, save: SaveId | None) -> list[Finding]:
+    """What is wrong with the version in a document that can be read."""
+    data = attempt(partial(catalog.store.get, key))
+    return _altered_version(data, key, save) if isinstance(data, bytes) else []
 
 
 def _altered_version(data: bytes, key: str, save: SaveId | None, rank: int | None = None) -> list[Finding]:
