@@ -16,7 +16,7 @@ from ckptlib.exporting.casting import target_of
 from ckptlib.exporting.direct_file import DirectFile
 from ckptlib.exporting.files import Item
 from ckptlib.exporting.names import OWN, Chosen, Naming
-from ckptlib.exporting.outputs import Outputs
+from ckptlib.exporting.outputs import Outputs, sync
 from ckptlib.exporting.stream import BATCH_BYTES, Wanted, converted, read
 from ckptlib.exporting.torch_file import save_into
 from ckptlib.format import dtypes
@@ -224,11 +224,7 @@ def _write(
         os.fsync(opened_file.fileno())
     paths = {leaf.name: leaf.path for leaf in leaves}
     FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(directory)
 
 
 def _converted(raw: Raw, item: Item) -> Raw:

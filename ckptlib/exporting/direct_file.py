@@ -6,7 +6,6 @@ large and lies on pages, here and in the file, is written from where it is.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,7 @@ from typing_extensions import Buffer, Self
 
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores.base import as_bytes
-from ckptlib.stores.local_direct import FROM_BYTES, NO_DIRECT, address_of, past_cache
+from ckptlib.stores.local_direct import FROM_BYTES, NO_DIRECT, address_of, past_cache, written
 
 BUFFER_BYTES = 8 * 1024 * 1024
 """Of one write; there are NUM_BUFFERS."""
@@ -114,15 +113,9 @@ def _write(fd: int, view: memoryview, at: int) -> None:
     with past_cache(fd) as possible:
         try:
             while possible and done < whole and done % PAGE_BYTES == 0:  # a short write may end inside a page
-                done += _checked(os.pwrite(fd, view[done:whole], at + done))
+                done += written(os.pwrite(fd, view[done:whole], at + done))
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
     while done < view.nbytes:
-        done += _checked(os.pwrite(fd, view[done:], at + done))
-
-
-def _checked(count: int) -> int:
-    if count == 0:  # would be tried for ever
-        raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
-    return count
+        done += written(os.pwrite(fd, view[done:], at + done))

@@ -173,17 +173,12 @@ def _to_safetensors(
         _write(opened, files, file, plan, progress)
     if len(names) > 1:
         index = index_of(plans)
-        files.write(INDEX, len(index), lambda fd: write_bytes(fd, index))
+        files.write(INDEX, len(index), lambda fd: os.pwrite(fd, index, 0))
     return written
 
 
 def _write(opened: CheckpointReader, files: Outputs, name: str, plan: FilePlan, progress: Progress) -> None:
     files.write(name, plan.nbytes, lambda fd: write(opened, plan, fd, progress))
-
-
-def write_bytes(fd: int, data: bytes) -> None:
-    """Of a small file."""
-    os.pwrite(fd, data, 0)
 
 
 def _to_torch(

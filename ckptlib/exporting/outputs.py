@@ -56,7 +56,7 @@ class Outputs:
         self._written.append((path, self._directory / name))
         return path
 
-    def write(self, name: str, nbytes: int, fill: Callable[[int], None]) -> None:
+    def write(self, name: str, nbytes: int, fill: Callable[[int], object]) -> None:
         """A file of so many bytes; `fill` is given its descriptor."""
         path = self.beside(name)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -74,7 +74,7 @@ class Outputs:
             _check_free(path)
         for path, final in self._written:
             _name(path, final)
-            _sync(self._directory)
+            sync(self._directory)
         self._written.clear()
 
     def discard(self) -> None:
@@ -122,7 +122,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
+    """Makes the names in it durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from typing_extensions import Buffer, Self
 
-from ckptlib.errors import FormatError
+from ckptlib.errors import FormatError, ObjectExists
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_KEY_LENGTH = 512
@@ -65,6 +65,11 @@ def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -
         f"{where}: the object has {nbytes_found} bytes, expected bytes {offset} {wanted}; "
         "it is truncated, or the document that names it is wrong"
     )
+
+
+def taken(where: str) -> ObjectExists:
+    """The error for a key that has an object."""
+    return ObjectExists(f"{where}: exists already, and objects are never overwritten; put it under another key")
 
 
 def range_nbytes(where: str, offset: int, nbytes: int | None, size: int) -> int:

@@ -37,9 +37,9 @@ from ckptlib.stores.base import (
     check_key,
     check_prefix,
     check_range,
-    ends_early,
     is_key,
     joined,
+    range_nbytes,
 )
 from ckptlib.stores.bounded import in_thread, on_loop
 from ckptlib.stores.io_limits import IDLE_S, RETRY_S, SLOWEST_BPS
@@ -161,10 +161,7 @@ class FsspecStore(Store):
                 data = self._cat(path, offset, nbytes, deadline)
                 if data and nbytes in (None, len(data)):
                     return data
-            size = self._size(path, deadline)
-            if offset + (nbytes or 0) > size:
-                raise ends_early(where, offset, nbytes, size)
-            count = size - offset if nbytes is None else nbytes
+            count = range_nbytes(where, offset, nbytes, self._size(path, deadline))
             data = self._cat(path, offset, count, deadline) if count else b""
             if len(data) != count:
                 raise StoreError(f"{where}: cannot get: expected {count} bytes from {offset}, got {len(data)}")

@@ -33,6 +33,13 @@ SLICE_BYTES = 4 * 1024 * 1024
 _local = threading.local()
 
 
+def written(count: int) -> int:
+    """What a write says that it has written. Raises OSError for nothing, which would be tried for ever."""
+    if count == 0:
+        raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
+    return count
+
+
 def address_of(view: memoryview) -> int:
     """Of its first byte."""
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])

@@ -18,11 +18,11 @@ from types import TracebackType
 
 from typing_extensions import Buffer, Self
 
-from ckptlib.errors import CkptError, FormatError, ObjectExists, StoreError
+from ckptlib.errors import CkptError, FormatError, StoreError
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import tree
-from ckptlib.stores.base import as_bytes
-from ckptlib.stores.local_direct import NO_DIRECT, O_DIRECT, address_of
+from ckptlib.stores.base import as_bytes, taken
+from ckptlib.stores.local_direct import NO_DIRECT, O_DIRECT, address_of, written
 from ckptlib.stores.local_errors import failure
 
 SLICE_NBYTES = 16 << 20
@@ -82,7 +82,7 @@ class LocalUpload:
                     self._direct_fd = os.open(self._temp, flags, dir_fd=fd)
             while done < stop and done % PAGE_BYTES == 0:  # a short write may end inside a page
                 piece = view[done : min(done + SLICE_NBYTES, stop)]
-                done += _checked(os.pwrite(self._direct_fd, piece, self._end + done))
+                done += written(os.pwrite(self._direct_fd, piece, self._end + done))
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
@@ -218,7 +218,7 @@ def _taken(fd: int, name: str, path: str) -> CkptError:
     kind = tree.kind_of(fd, name)
     if kind is not None:
         return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
-    return ObjectExists(f"{path}: exists already, and objects are never overwritten; put it under another key")
+    return taken(path)
 
 
 def _sync_up_or_withdraw(root: str, key: str) -> None:
@@ -253,11 +253,5 @@ def _sync_directory(root: str, names: list[str]) -> None:
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while view:
-        count = _checked(os.pwrite(fd, view[:SLICE_NBYTES], offset))
+        count = written(os.pwrite(fd, view[:SLICE_NBYTES], offset))
         view, offset = view[count:], offset + count
-
-
-def _checked(count: int) -> int:
-    if count == 0:  # would be tried for ever
-        raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
-    return count

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import ObjectExists, ObjectNotFound
+from ckptlib.errors import ObjectNotFound
 from ckptlib.stores.base import (
     Entry,
     LateHead,
@@ -20,6 +20,7 @@ from ckptlib.stores.base import (
     check_range,
     joined,
     range_nbytes,
+    taken,
 )
 
 
@@ -55,7 +56,7 @@ class MemoryStore(Store):
         stored = joined(key, head, pieces)
         with self._lock:
             if key in self._objects:
-                raise ObjectExists(f"{self.url}/{key}: exists already, and objects are never overwritten")
+                raise taken(f"{self.url}/{key}")
             self._objects[key] = (stored, time.time())
 
     @override

@@ -16,7 +16,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError
+from ckptlib.errors import ObjectNotFound, StoreError
 from ckptlib.stores import io_limits
 from ckptlib.stores.base import (
     Counted,
@@ -29,6 +29,7 @@ from ckptlib.stores.base import (
     check_range,
     joined,
     range_nbytes,
+    taken,
 )
 from ckptlib.stores.obstore_errors import Failure, check_answer
 from ckptlib.stores.obstore_listing import Listing
@@ -131,17 +132,14 @@ class ObstoreStore(Store):
             self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
         except AlreadyExistsError as error:
             if tries == 1 and not Failure.of(error).was_sent_again:
-                raise self._exists(key) from None
+                raise taken(f"{self.url}/{key}") from None
             if self.get(key) != b"".join(body.views):
-                raise self._exists(key) from None
-
-    def _exists(self, key: str) -> ObjectExists:
-        return ObjectExists(f"{self.url}/{key}: exists already, and objects are never overwritten")
+                raise taken(f"{self.url}/{key}") from None
 
     def _put_parts(self, key: str, path: str, body: Pieces, create: bool, deadline: float | None, part: int) -> None:
         """`create`: the client cannot publish parts on a condition, so it is looked up beforehand."""
         if create and self._size(key, path, deadline) is not None:
-            raise self._exists(key)
+            raise taken(f"{self.url}/{key}")
         retries = Retries(deadline)
         while True:
             try:

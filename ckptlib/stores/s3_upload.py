@@ -17,9 +17,9 @@ from typing import Any
 from botocore.exceptions import ClientError
 from typing_extensions import Self
 
-from ckptlib.errors import ObjectExists, StoreError
+from ckptlib.errors import StoreError
 from ckptlib.stores import io_limits
-from ckptlib.stores.base import Counted, InPlace, LateHead
+from ckptlib.stores.base import Counted, InPlace, LateHead, taken
 from ckptlib.stores.parts import cut, num_head_parts, part_nbytes
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body
@@ -65,11 +65,6 @@ def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
     return part_nbytes(nbytes, least, most, io_limits.EVEN_PARTS, MOST_PARTS - 1)
 
 
-def _exists(client: S3Client, call: Call) -> ObjectExists:
-    where = f"{client.url}/{call.key}"
-    return ObjectExists(f"{where}: exists already, and objects are never overwritten; put it under another key")
-
-
 def _is_there(error: ClientError) -> bool:
     return status_of(error) == 412 or code_of(error) == "PreconditionFailed"
 
@@ -87,7 +82,7 @@ async def _put_whole(
         if not (condition and _is_there(error)):
             raise
         if not (retries.failures and await _holds(client, call, data)):
-            raise _exists(client, call) from None
+            raise taken(f"{client.url}/{call.key}") from None
 
 
 async def _holds(client: S3Client, call: Call, data: Body) -> bool:
@@ -188,7 +183,7 @@ class Upload:
                 if (exists or gone) and retries.failures and await self._is_whole(parts):
                     return
                 if exists:
-                    raise _exists(self._client, self._call) from None
+                    raise taken(f"{self._client.url}/{self._call.key}") from None
                 if not (condition and code_of(error) == "NotImplemented"):
                     raise
                 await self._complete({})

@@ -111,11 +111,10 @@ class _HookedStore(Store):
                 return data
 
         def committed() -> Buffer:
-            return commit.enter_context(
-                self._around("commit", key, head.make() if isinstance(head, LateHead) else head)
-            )
+            return commit.enter_context(self._around("commit", key, given.make()))
 
-        late = LateHead(head.nbytes if isinstance(head, LateHead) else as_bytes(head).nbytes, committed)
+        given = LateHead.of(head)
+        late = LateHead(given.nbytes, committed)
         with ExitStack() as commit:
             self._inner.put(key, late, map(written, pieces), create=create, deadline=deadline)
 
