@@ -17,7 +17,7 @@ from ckptlib.catalog.accounts import keep_account_in, keep_account_of, put_accou
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, describe
 from ckptlib.format.account import PAGE_NBYTES, read_page
-from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.keys import SaveId, parse_generation
 from ckptlib.format.manifest import Manifest
 from ckptlib.stores import Store
 
@@ -33,8 +33,7 @@ class StartAccount:
     def __init__(self, fd: int, generation: str, store: Store, dead: bool) -> None:
         """`fd`: of the trainer's page, inherited. `dead`: whether the trainer is gone already, since whenever."""
         self._dead = dead
-        number, _, nonce = generation.partition("-")
-        self._generation = GenerationId(int(number), nonce)
+        self._generation = parse_generation(generation)
         self._store = store
         self._page = memoryview(mmap.mmap(fd, PAGE_NBYTES, prot=mmap.PROT_READ))
         os.close(fd)

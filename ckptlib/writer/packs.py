@@ -31,7 +31,6 @@ MAX_HEAD_BYTES = 100_000_000
 
 HEAD_BUDGET_BYTES = 64 * 1024 * 1024
 
-
 ALIGN_BYTES = 64
 """A chunk lies in a pack as it lies in the slot, by this measure: views of it stay aligned to their elements."""
 
@@ -64,8 +63,11 @@ class PackShape:
         return self.head_nbytes + self.data_nbytes
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
-        """The first bytes of the pack."""
-        return _head(self, save, rank, layout)
+        """The first bytes of the pack: as many as `head_nbytes` says, or as many pages as it takes where they are more."""
+        metadata = {"ckptlib": self.version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
+        text = f'{{"__metadata__":{json.dumps(metadata)[:-1]}{self.told}}},{self.entries}}}'.encode()
+        padded = text.ljust(max(round_up(8 + len(text)), self.head_nbytes) - 8)
+        return len(padded).to_bytes(8, "little") + padded
 
 
 LONGEST_CODEC = "x" * 32
@@ -304,21 +306,13 @@ def _shape(
     version = "2" if told.get("codecs") else "1"
     shape = PackShape(pieces, data_nbytes, head_nbytes, ",".join(texts), text, version)
     # every save's head is as long as this one's: its numbers have fixed width
-    return replace(shape, head_nbytes=len(_head(shape, _WIDEST, 0, "0" * 32)))
+    return replace(shape, head_nbytes=len(shape.head(_WIDEST, 0, "0" * 32)))
 
 
 def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
     """Of an entry, up to where it lies."""
     sizes = ",".join(map(str, shape))
     return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":'
-
-
-def _head(shape: PackShape, save: SaveId, rank: int, layout: str) -> bytes:
-    """Of as many bytes as the shape says, or of as many pages as it takes where they are more."""
-    metadata = {"ckptlib": shape.version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
-    text = f'{{"__metadata__":{json.dumps(metadata)[:-1]}{shape.told}}},{shape.entries}}}'.encode()
-    padded = text.ljust(max(round_up(8 + len(text)), shape.head_nbytes) - 8)
-    return len(padded).to_bytes(8, "little") + padded
 
 
 _WIDEST = SaveId(0, GenerationId(0, "0" * 8))

@@ -80,11 +80,6 @@ class Patches:
         self._paying: set[str] = set()
         """Tensors of which a patch has paid."""
 
-    @property
-    def summaries_nbytes(self) -> int:
-        """Memory of the summaries, in bytes."""
-        return sum(len(k.summary) for chunk in self._chunks.values() for k in chunk.keyframes.values())
-
     def attempt(self, chunk: int, of: TensorChunk, base: Base | None) -> Callable[[memoryview], Attempt]:
         """A function for another thread, of the chunk's bytes."""
         known, codec = self._known(chunk, base), self._codec

@@ -93,3 +93,10 @@ def snapshot_of(save: SaveId, slot: Slot) -> Snapshot:
 def codecs_of(part: Part) -> list[str]:
     """Of each chunk; "raw": none."""
     return [part.codings[c].codec if c in part.codings else "raw" for c in range(len(part.digests))]
+
+
+def num_summaries(job: OneRank) -> int:
+    """Whole copies of chunks that are remembered for patches."""
+    patches = job.persister._coder._patches
+    assert patches is not None
+    return sum(len(chunk.keyframes) for chunk in patches._chunks.values())

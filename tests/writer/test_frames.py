@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from helpers.broken_frames import Break, flipped, without_a_row
-from helpers.persists import OneRank, codecs_of, snapshot_of
+from helpers.persists import OneRank, codecs_of, num_summaries, snapshot_of
 from typing_extensions import override
 
 from ckptlib.codecs import registry
@@ -343,8 +343,7 @@ def test_wrong_patches_are_stored_whole(
         job.check(part, state)
     [error] = errors(caplog)
     assert "step 2: codec patch made a wrong frame of table" in error
-    assert job.persister._coder._patches is not None
-    assert job.persister._coder._patches.summaries_nbytes == 0, "they serve nothing any more"
+    assert num_summaries(job) == 0, "they serve nothing any more"
 
 
 def test_want_of_memory_is_no_wrong_patch(tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture) -> None:
