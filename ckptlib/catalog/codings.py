@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,10 +62,7 @@ class Codings:
         if not table.nbytes:
             return
         names, of_tensor = self._kinds_in(layout)
-        codecs = [RAW, *sorted({coding.codec for coding in part.codings.values()} - {RAW})]
-        codec = np.zeros(len(table.nbytes), np.int64)
-        for chunk, coding in part.codings.items():
-            codec[chunk] = codecs.index(coding.codec)
+        codecs, codec = codecs_in(part)
         of_shard = of_tensor[np.array(table.tensors, np.int64)]
         counts = np.array(table.num_chunks, np.int64)
         kind = np.repeat(of_shard, counts)
@@ -95,7 +92,21 @@ class Codings:
         for by_codec in self.kinds.values():
             for codec, count in by_codec.items():
                 found.setdefault(codec, Count()).add(count)
-        return dict(sorted(found.items(), key=lambda item: (item[0] != RAW, item[0])))
+        return raw_first(found)
+
+
+def codecs_in(part: Part) -> tuple[list[str], np.ndarray]:
+    """The codecs of a part, raw first; and of each chunk the position of its own."""
+    names = [RAW, *sorted({coding.codec for coding in part.codings.values()} - {RAW})]
+    column = np.zeros(len(part.table.nbytes), np.int64)
+    for chunk, coding in part.codings.items():
+        column[chunk] = names.index(coding.codec)
+    return names, column
+
+
+def raw_first(counts: Mapping[str, Count]) -> dict[str, Count]:
+    """By codec."""
+    return dict(sorted(counts.items(), key=lambda item: (item[0] != RAW, item[0])))
 
 
 def kind_of(name: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlib.codecs.optimizer_step import OptimizerStep
 from ckptlib.errors import CkptError, FormatError
-from ckptlib.peers.increments import RAW, STEP, Base, Stretch
+from ckptlib.peers.increments import RAW, STEP, Base, Stretch, are_lacking
 from ckptlib.peers.parameters import Span
 from ckptlib.peers.ranges import Ranges
 from ckptlib.slots.header import SlotHeader
@@ -75,7 +75,7 @@ class StepReceiver:
             counts = {span.nbytes // span.itemsize if span.itemsize else 0 for span in spans}
             if len(counts) > 1 or 0 in counts or len({*row}) < len(row):
                 raise FormatError(f"{where}: {row} are not alike")
-            if not all(any(a <= span.offset and span.end <= b for a, b in lacking) for span in spans):
+            if not are_lacking(spans, lacking):
                 raise FormatError(f"{where}: {row} are not lacking")
             found.append(spans)
         self.used = bool(found)

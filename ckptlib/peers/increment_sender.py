@@ -17,7 +17,7 @@ from ckptlib.codecs.optimizer_step import OptimizerStep
 from ckptlib.errors import CkptError, FormatError
 from ckptlib.format import values
 from ckptlib.format.values import Json
-from ckptlib.peers.increments import HEAD, RAW, STEP, Base, Stretch, stretches
+from ckptlib.peers.increments import HEAD, RAW, STEP, Base, Stretch, are_lacking, stretches
 from ckptlib.peers.parameters import Parameter, Parameters, Span, find_parameters
 from ckptlib.peers.ranges import Ranges
 from ckptlib.peers.update_guesses import Guess, Options, guesses
@@ -158,7 +158,7 @@ class StepSender:
         tried: Counter[tuple[str, int, float | None]] = Counter()
         for p in parameters.found:
             nbytes = sum(span.nbytes for span in p.spans)
-            if not all(any(a <= span.offset and span.end <= b for a, b in lacking) for span in p.spans):
+            if not are_lacking(p.spans, lacking):
                 left[ELSEWHERE] += nbytes
                 continue
             span = parameters.scalars.get(state_path(p.optimizer, p.name, "step"), steps.get((p.optimizer, p.group)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -95,6 +95,11 @@ def stretches(states: Sequence[tuple[Span, ...]]) -> Iterator[Stretch]:
         count = spans[0].nbytes // spans[0].itemsize
         for start in range(0, count, STRETCH):
             yield Stretch(spans, start, min(start + STRETCH, count))
+
+
+def are_lacking(spans: Iterable[Span], lacking: Ranges) -> bool:
+    """Whether all of each of them is."""
+    return all(any(a <= span.offset and span.end <= b for a, b in lacking) for span in spans)
 
 
 def beside(lacking: Ranges, states: Collection[tuple[Span, ...]]) -> Ranges:

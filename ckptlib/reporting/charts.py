@@ -43,10 +43,10 @@ class Bar:
         return max(self.total, self.level or 0.0)
 
 
-def bar_chart(bars: Sequence[Bar], axis: Callable[[float], Axis], label: str, width: int = 540) -> Element:
+def bar_chart(bars: Sequence[Bar], axis: Callable[[float], Axis], label: str) -> Element:
     """One after the other, on a y axis that begins at 0."""
     bars = _thinned(bars)
-    height = 190
+    width, height = 540, 190
     y_axis = axis(max((bar.high for bar in bars), default=0.0))
     y = Scale(0.0, y_axis.high, height - BOTTOM, TOP)
     pitch = (width - LEFT - RIGHT) / max(len(bars), 1)

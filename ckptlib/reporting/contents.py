@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckptlib.catalog.codings import Count
-from ckptlib.codecs.registry import RAW
+from ckptlib.catalog.codings import Count, codecs_in, raw_first
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
@@ -28,10 +26,7 @@ class Contents:
         nbytes, stored = np.array(part.table.nbytes, np.int64), np.array(part.stored, np.int64)
         if not len(nbytes):
             return
-        names = [RAW, *sorted({coding.codec for coding in part.codings.values()} - {RAW})]
-        codec = np.zeros(len(nbytes), np.int64)
-        for chunk, coding in part.codings.items():
-            codec[chunk] = names.index(coding.codec)
+        names, codec = codecs_in(part)
         for at, name in enumerate(names):
             if (chosen := codec == at).any():
                 self._codecs.setdefault(name, Count()).add(_count(chosen, nbytes, stored))
@@ -45,8 +40,7 @@ class Contents:
 
     @property
     def found(self) -> Content:
-        codecs: Mapping[str, Count] = dict(sorted(self._codecs.items(), key=lambda item: (item[0] != RAW, item[0])))
-        return Content(codecs, self._taken_over, dict(sorted(self._packs.items())))
+        return Content(raw_first(self._codecs), self._taken_over, dict(sorted(self._packs.items())))
 
 
 def _count(chosen: np.ndarray, nbytes: np.ndarray, stored: np.ndarray) -> Count:

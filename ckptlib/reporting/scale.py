@@ -14,6 +14,9 @@ SPANS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 2
 
 DAY_S = 86400
 
+MAX_DATES = 8
+"""On a time axis."""
+
 MAX_DATE = 32_503_680_000.0
 """The year 3000; what lies beyond is no date."""
 
@@ -61,11 +64,11 @@ def count_axis(most: float) -> Axis:
     return _axis(max(most, 4.0), 1.0, lambda value: f"{value:,.0f}")
 
 
-def time_axis(first: float, last: float, most: int = 8) -> Axis:
+def time_axis(first: float, last: float) -> Axis:
     """Dates, UTC. Inside of the span, which they need not fill."""
     span = max(last - first, 1.0)
-    days = math.ceil(span / DAY_S / most)
-    gap = next((gap for gap in SPANS if span / gap <= most), days * DAY_S)
+    days = math.ceil(span / DAY_S / MAX_DATES)
+    gap = next((gap for gap in SPANS if span / gap <= MAX_DATES), days * DAY_S)
     start = math.ceil(first / gap) * gap
     ticks = [start + n * gap for n in range(int((last - start) // gap) + 1)]
     kind = "%b %d" if gap >= DAY_S else "%b %d %H:%M" if span > DAY_S else "%H:%M" if gap >= 60 else "%H:%M:%S"
