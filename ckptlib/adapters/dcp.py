@@ -25,7 +25,7 @@ from ckptlib.adapters.dcp_overlap import Overlapping
 from ckptlib.adapters.optimizer_names import GROUPS, named_optimizers
 from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.checkpoint import SaveOrder
 from ckptlib.errors import NewerFormat, StateError, StateMismatch, WaitTimeout
 from ckptlib.format.keys import SaveId

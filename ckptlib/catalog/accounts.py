@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import TRIES, is_newest_there
+from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account, decode_accounts, encode_accounts, fullest
@@ -132,7 +133,7 @@ def _is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
     """`ckptlib rewind` puts a generation's record, and starts nothing."""
     try:
         return catalog.generation(generation).rewind
-    except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):  # told where history is walked
+    except UNUSABLE:  # told where history is walked
         return False
 
 

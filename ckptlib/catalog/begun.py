@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.format import keys
 from ckptlib.format.documents import decode, encode
 from ckptlib.format.keys import GenerationId
@@ -65,7 +65,7 @@ def noted(disk: Store) -> list[Begun]:
             continue
         try:
             begun = Begun.decode(disk.get(entry.key), f"{disk.url}/{entry.key}")
-        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+        except UNUSABLE as error:
             log.warning("steps of generation %s on the local disk may not be found: %s", generation, error)
             continue
         if begun.record.id == generation:

@@ -32,6 +32,7 @@ from ckptlib.catalog.reading import warm
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.catalog.stand import Stand
+from ckptlib.catalog.unreadable import UNREADABLE, UNUSABLE
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -190,7 +191,7 @@ class Catalog:
                 read()
             except NewerFormat:
                 raise
-            except (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
+            except UNREADABLE:
                 continue
 
     def visible(self, further: Collection[SaveId] = (), newer: bool = False) -> list[SaveId]:
@@ -263,7 +264,7 @@ class Catalog:
         for generation in reversed(ids):
             try:
                 best = self.generation(generation).best
-            except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
+            except UNUSABLE:
                 continue  # told where history is walked
             if best is not None:
                 return best

@@ -33,7 +33,7 @@ from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import StepObjects, check_there
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, ObjectExists, ObjectNotFound, SaveFailed
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId

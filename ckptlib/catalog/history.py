@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
     FormatError,
     NewerFormat,
-    ObjectNotFound,
-    ObjectUnreadable,
     Superseded,
 )
 from ckptlib.format import keys
@@ -78,7 +77,7 @@ def newest(
     asked = newest_first(ids, saves)
     try:
         records = [read(generation) for generation in asked]
-    except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+    except UNUSABLE as error:
         if isinstance(error, NewerFormat):
             raise
         return None
@@ -128,7 +127,7 @@ def read_records(
             continue
         try:
             record = found[generation] = read(generation)
-        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+        except UNUSABLE as error:
             if isinstance(error, NewerFormat) and not newer:
                 raise
             lost[generation] = error
@@ -195,7 +194,7 @@ def last_step(generation: GenerationId, ids: Iterable[GenerationId], read: Calla
     while at > generation:
         try:
             origin = read(at).resumed_from
-        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
+        except UNUSABLE:
             return -1
         if origin is None or origin.generation >= at:
             return -1

@@ -44,8 +44,9 @@ from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.catalog.unwanted import crashed, deletable, due_trash, idle_pins, is_refresh_done, unwanted_steps
-from ckptlib.catalog.uses import UNREADABLE, Needed, needed_by, record_of, remedy
+from ckptlib.catalog.uses import Needed, needed_by, record_of, remedy
 from ckptlib.errors import (
     CorruptData,
     NewerFormat,

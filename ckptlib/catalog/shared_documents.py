@@ -16,6 +16,7 @@ import threading
 from collections.abc import Collection, Iterable
 from itertools import takewhile
 
+from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -35,10 +36,6 @@ from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
-
-UNUSABLE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""What reading one of two raises where the other is to be read instead. An outage is none of it."""
-
 
 LAYOUTS_KEPT_NBYTES = 64 * 1024 * 1024
 """As documents. A state that changes at every save has another layout at each."""

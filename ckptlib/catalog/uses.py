@@ -14,6 +14,7 @@ from contextlib import suppress
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.stand import Stand
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -29,9 +30,6 @@ from ckptlib.policy.keep import EARLY_S
 
 FEW = 4
 """Steps that are looked for one by one; where requests are paid for, ten such cost as much as a listing."""
-
-UNREADABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""The errors that concern one document."""
 
 TAKEN_BACK = "committed too late"
 """The reason in the trash record of a step that was taken back: a sweep may have deleted its packs before that."""

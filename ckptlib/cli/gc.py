@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import Sweep, sweep
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, size, somebody_answers
 from ckptlib.format import keys

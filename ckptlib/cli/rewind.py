@@ -15,7 +15,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.catalog.step_objects import step_objects
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, somebody_answers
 from ckptlib.errors import CheckpointNotFound, CkptError

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import choose_parts
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.format import keys
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.keys import PartName, SaveId

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import choose_parts
 from ckptlib.catalog.local_disk import by_save
+from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
-    FormatError,
     NotBrought,
     ObjectNotFound,
     ObjectUnreadable,
@@ -88,7 +88,7 @@ def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
         there = [name for some in found[save].values() for name in some]
         try:
             size = disk.part(there[0]).world_size
-        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+        except UNUSABLE as error:
             log.warning("step %d on the local disk is not used: %s", save.step, error)
             continue
         told[str(save)] = [size, [name.key for name in there]]

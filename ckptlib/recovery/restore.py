@@ -20,12 +20,12 @@ import torch
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.unreadable import UNREADABLE, UNUSABLE
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
-    FormatError,
     NewerFormat,
     ObjectNotFound,
     ObjectUnreadable,
@@ -55,9 +55,6 @@ from ckptlib.state.rng import LoadedRng
 from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
-
-DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""The errors that make a committed step unusable, where the store can be reached."""
 
 ORPHANS_TIMEOUT_S = 60.0
 """How long a restart waits for writers that its predecessor left behind on this host."""
@@ -132,7 +129,7 @@ def restore(
     while (candidate := untried.take()) is not None:
         try:
             result = _restore_from(session, inventory, candidate, load)
-        except (CheckpointNotFound, *DAMAGE) as error:
+        except UNREADABLE as error:
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
                 lost = ObjectUnreadable
@@ -286,7 +283,7 @@ def _restore_from(
         while True:
             try:
                 return load(source)
-            except DAMAGE as error:
+            except UNUSABLE as error:
                 if source.drop_damaged():
                     continue
                 if not again:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.keys import PackSet, SaveId, pack_set
 from ckptlib.format.part import Part

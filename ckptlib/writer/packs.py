@@ -63,7 +63,7 @@ class PackShape:
         return self.head_nbytes + self.data_nbytes
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
-        """The first bytes of the pack: as many as `head_nbytes` says, or as many pages as it takes where they are more."""
+        """The first bytes of the pack: `head_nbytes`, or where that does not suffice as many pages as it takes."""
         metadata = {"ckptlib": self.version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
         text = f'{{"__metadata__":{json.dumps(metadata)[:-1]}{self.told}}},{self.entries}}}'.encode()
         padded = text.ljust(max(round_up(8 + len(text)), self.head_nbytes) - 8)

@@ -13,7 +13,7 @@ import time
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.pauses import Pauses
-from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import StoreError
 from ckptlib.format import gc_pause
 from ckptlib.format.keys import PartName, SaveId, pack_save
