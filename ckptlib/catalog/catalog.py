@@ -152,17 +152,14 @@ class Catalog:
         return {generation: self.generation(generation) for generation in ids}
 
     def records(
-        self, saves: Iterable[SaveId], newer: bool = False
+        self, saves: Iterable[SaveId], newer: bool = False, ids: Sequence[GenerationId] | None = None
     ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
         """Of each generation its record, or why it is not known what it resumed from; history ends with these.
 
-        `saves`: the committed ones, listed before: who commits has put its record. Raises NewerFormat, unless `newer`.
+        `saves`: the committed ones, listed before: who commits has put its record. `ids`: the generations, where listed
+        since. Raises NewerFormat, unless `newer`.
         """
-        return self._records(saves, self.generation_ids(), newer)
-
-    def _records(
-        self, saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool
-    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+        ids = self.generation_ids() if ids is None else ids
         self._warm_generations(ids)
         return read_records(ids, saves, self.generation, newer)
 
@@ -175,15 +172,13 @@ class Catalog:
             self._generations[generation] = self.shared.generation(generation)
         return self._generations[generation]
 
-    def check_versions(self) -> None:
+    def check_versions(self, ids: Sequence[GenerationId] | None = None) -> None:
         """Raises NewerFormat where a newer ckptlib has written the root's document or the record of a generation.
 
         This version could take an abandoned step for the newest, and delete packs that are needed. Other damage of
-        these documents is told where they are needed.
+        these documents is told where they are needed. `ids`: the generations, where listed before.
         """
-        self._check_versions(self.generation_ids())
-
-    def _check_versions(self, ids: Sequence[GenerationId]) -> None:
+        ids = self.generation_ids() if ids is None else ids
         self._warm_generations(ids)
         reads: list[Callable[[], object]] = [partial(self.generation, generation) for generation in ids]
         for read in reads if self._root_read else [self.root, *reads]:
@@ -214,7 +209,7 @@ class Catalog:
         self, whole: Iterable[SaveId], saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool = False
     ) -> list[SaveId]:
         whole = {*whole}
-        records, lost = self._records(saves, ids, newer)
+        records, lost = self.records(saves, newer, ids)
         if not newer:
             there = {generation: error for generation, error in lost.items() if generation in ids}
             check_known({save.generation for save in whole}, records, there, self.store.url)
@@ -232,7 +227,7 @@ class Catalog:
         ids = self.generation_ids()
         if step == "latest" and (found := self._newest(saves, ids)) is not None:
             return found
-        self._check_versions(ids)
+        self.check_versions(ids)
         if step == "best":
             visible = self._visible(saves, saves, ids)
             return best_of(self.known_metrics(visible), best or self.best_rule(ids), self.store.url)
