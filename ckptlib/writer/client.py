@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
-import subprocess
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 
 from ckptlib.catalog.known_generations import KnownGenerations
@@ -17,25 +14,18 @@ from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
-from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.channel import Message
+from ckptlib.writer.child import Child
 from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
-from ckptlib.writer.launch import launch, no_start
+from ckptlib.writer.launch import no_start
 from ckptlib.writer.orders import SAVES, OpenOrders, failure, given_up
-from ckptlib.writer.silence import Silence
 from ckptlib.writer.standing import Standing
 from ckptlib.writer.told_warnings import log_told
 
 log = logging.getLogger(__name__)
 
-REAP_S = 5.0
-"""How long a killed writer is waited for: one whose disk hangs may stay in the kernel for ever."""
-
 MAX_DEATHS = 3
 """In a row, without a save in between; then something is wrong that another start will not mend."""
-
-STALL_S = 10.0
-"""A writer that takes no order for so long is not running: its main thread does nothing else, and some 300 are on the
-way by then. The training stands still meanwhile."""
 
 RESTART_S = 3.0
 """How long after no writer could be started another try is made, where nobody orders anything."""
@@ -83,7 +73,7 @@ class Writer:
         """When that is tried again, by `time.monotonic`; the next order does it at once."""
         self.left = False
         """Whether it was let go of: it finishes alone, or has finished, and no other one is started in its place."""
-        self._lock, self._waking = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         try:
             self.log_path = logfile.new_path(rank)
             self._start(wait_s)
@@ -96,50 +86,38 @@ class Writer:
             raise
 
     def _start(self, wait_s: float = 0.0) -> None:
-        """Raises OSError; the channel is closed then."""
+        """Raises OSError; the one before stays, which is closed."""
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
-        ours, theirs = socket.socketpair()
-        self._channel, self._silence = Channel(ours, STALL_S), Silence(float(self._setup["deadline_s"]))
-        page = self._setup.get("account_fd")
-        try:
-            with theirs:
-                self._process = launch(theirs, self.log_path, wait_s, self._unread, None if page is None else int(page))
-        except OSError:
-            self._channel.close()
-            raise
-        self._channel.send(self._setup)
+        self._child = Child(self._setup, self.log_path, self._unread, wait_s)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def wake(self) -> None:
         """The writer begins now, if it waits. From any thread. A death of this process wakes it, too."""
-        with self._waking:
-            if (end := self._process.stdin) is not None and not end.closed:
-                with suppress(BrokenPipeError), end:
-                    end.write(b"\n")  # a forked child may keep the pipe open
+        self._child.wake()
 
     def add_slot(self, path: Path) -> None:
         """The writer opens it now, so that it outlives the trainer, and goes after it."""
         self.wake()
         with self._lock:
-            self._channel.send(self._standing.slot(path))
+            self._child.channel.send(self._standing.slot(path))
 
     def held(self, save: SaveId) -> None:
         """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
-        self._channel.send(self._standing.held(save))
+        self._child.channel.send(self._standing.held(save))
 
     def earlier(self, save: SaveId | None) -> None:
         """Of the earlier jobs' steps on the local disks a restart needs this one, or none: others may be removed where
         there is no room."""
-        self._channel.send(self._standing.earlier(save))
+        self._child.channel.send(self._standing.earlier(save))
 
     def whole(self, save: SaveId, settled: int, recorded: bool) -> None:
         """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`.
         `recorded`: the record of the generation is in the store; else those of earlier jobs stay."""
-        self._channel.send(self._standing.whole(save, settled, recorded))
+        self._child.channel.send(self._standing.whole(save, settled, recorded))
 
     def begin(
         self,
@@ -176,7 +154,7 @@ class Writer:
             told = None
             if known is not None and (lent := lend(known)) is not None:  # else it keeps what it was lent before
                 self._lent, told = lent, lent.path
-            self._channel.send({**self._standing.begin(order, now), "known": told})
+            self._child.channel.send({**self._standing.begin(order, now), "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:
         """A snapshot is being staged; the writer is told by `tell_expected`.
@@ -193,7 +171,7 @@ class Writer:
         """
         with self._lock:
             if (order := self._open.expected(save)) is not None:
-                self._channel.send(order)
+                self._child.channel.send(order)
 
     def persist(self, save: SaveId, slot: Path, drains: bool = True, puts_layout: bool = True) -> None:
         """Orders that the ready snapshot in `slot` be put; answered by `released`. `puts_layout`: see `Persister`."""
@@ -228,7 +206,7 @@ class Writer:
         with self._lock:
             self._start_at = 0.0
             self._open.add(message)
-            self._channel.send(message)
+            self._child.channel.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
         """The writer's events since the last call; waits up to `timeout_s` for the first.
@@ -239,7 +217,7 @@ class Writer:
         `undecided`. One that gave up a save, since the store did not answer, is replaced: the next one publishes that.
         So is one that does not run. One that was left is not.
         """
-        self._heard += self._channel.receive(timeout_s)
+        self._heard += self._child.channel.receive(timeout_s)
         with self._lock:
             self._heard += self._give_up(bool(self._heard))
             while self._heard:  # each stays until it is noted, by whoever comes again after Ctrl-C
@@ -248,11 +226,11 @@ class Writer:
                     self._noted.append(self._heard[0])
                 self._heard.popleft()
             needed = (self._standing.is_kept or self._standing.owes_record) and self._deaths + 1 < MAX_DEATHS
-            stuck = self._stuck or self._channel.stalled
-            lacks = not self.left and (stuck or (self._channel.closed and (self._open or needed)))
+            stuck = not self._unstarted and (self._stuck or self._child.channel.stalled)
+            lacks = not self.left and (stuck or (self._child.channel.closed and (self._open or needed)))
             if lacks and time.monotonic() >= self._start_at:
                 self._noted += self._revive()
-        if self._channel.closed and not self._noted:  # it would have waited for whoever is not there
+        if self._child.channel.closed and not self._noted:  # it would have waited for whoever is not there
             time.sleep(timeout_s)
         events, self._noted = self._noted, []
         return events
@@ -260,7 +238,7 @@ class Writer:
     def _give_up(self, heard: bool) -> list[Message]:
         """In the writer's place, the oldest save of one that does not run."""
         orders = self._open.of(*SAVES)
-        seconds = self._silence.lasts(bool(orders) and not self._channel.closed, heard, time.monotonic())
+        seconds = self._child.silence.lasts(bool(orders) and not self._child.channel.closed, heard, time.monotonic())
         if seconds is None:
             return []
         error = (
@@ -294,15 +272,15 @@ class Writer:
         self.wake()
         if self._unstarted:
             pass  # there is none that could have died
-        elif self._stuck or self._channel.stalled:
+        elif self._stuck or self._child.channel.stalled:
             log.warning("the writer process (pid %d) hangs, or was stopped; starting another one", self.pid)
-            self._reap(kill=True)
+            self._child.reap(kill=True)
         else:
             self._deaths += 1
-            code = self._reap()
+            code = self._child.reap()
             log.warning("the writer process died (exit %s, log %s); starting it again", code, self.log_path)
         self._stuck, self.waiting, self._sweeps = False, None, 0
-        self._channel.close()
+        self._child.channel.close()
         try:
             self._start()
         except OSError as refusal:
@@ -313,41 +291,31 @@ class Writer:
         if self._deaths >= MAX_DEATHS:
             dropped, self._deaths = self._open.drop_all(), 0
         for message in self._standing.again():
-            self._channel.send(message)
+            self._child.channel.send(message)
         for order in self._open:
-            self._channel.send({**order, "again": True})  # that one may have put a part of it
+            self._child.channel.send({**order, "again": True})  # that one may have put a part of it
         for order in dropped:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
-                self._channel.send({"op": "void", "save": order["save"], "error": error})
+                self._child.channel.send({"op": "void", "save": order["save"], "error": error})
         return given_up(dropped, error)
 
     def _wait_for_another(self, error: str) -> list[Message]:
         """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
         what is not."""
-        self._channel.close()
         if not self._unstarted:
             log.warning("%s; tried again every %.0f s", error, RESTART_S)
         self._unstarted, self._start_at, self._deaths = True, time.monotonic() + RESTART_S, 0
         return self._open.void_persists(error)
 
-    def _reap(self, kill: bool = False) -> int | None:
-        """Its exit status; None where the kernel does not let go of it."""
-        if kill:
-            self._process.kill()
-        try:
-            return self._process.wait(REAP_S)
-        except subprocess.TimeoutExpired:
-            return None
-
     def forget_slot(self, path: Path) -> None:
         """The slot is gone; its memory is given back when the writer has let go of it, too."""
         with self._lock:
-            self._channel.send(self._standing.forget(path))
+            self._child.channel.send(self._standing.forget(path))
 
     def leave(self) -> None:
         """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""
         self.wake()
-        self._channel.close()
+        self._child.channel.close()
         self._let_go()
 
     @property
@@ -384,9 +352,9 @@ class Writer:
         # By another one, should it give up one of them.
         while self._open and time.monotonic() < min(deadline, began + self._patience_s):
             events += self.poll(0.05)
-        self._channel.send({"op": "close"})
+        self._child.channel.send({"op": "close"})
         sweeps_until = min(deadline, time.monotonic() + (SWEEPS_S if self.hurries else math.inf))
-        while not self._channel.closed:
+        while not self._child.channel.closed:
             if self._sweeps > 0 and not self._open and time.monotonic() > sweeps_until:
                 log.warning("the writer (pid %d) still removes old steps, and goes on with that alone", self.pid)
                 self.leave()
@@ -396,11 +364,11 @@ class Writer:
                 raise WaitTimeout(
                     f"the writer (pid {self.pid}) did not finish within {timeout_s:.0f} s; it goes on alone"
                 )
-            for event in self._channel.receive(timeout_s=0.05):
+            for event in self._child.channel.receive(timeout_s=0.05):
                 self._note(event)
                 events.append(event)
-        code = self._reap()
-        self._channel.close()
+        code = self._child.reap()
+        self._child.channel.close()
         self._let_go()
         if self._unread is not None:
             self._unread.unlink()  # where the writer could not

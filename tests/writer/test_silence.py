@@ -20,7 +20,7 @@ from workers.crash_oracle import failed_parts, read_root
 
 from ckptlib.errors import SaveFailed
 from ckptlib.stores.testing import write_plan
-from ckptlib.writer import client
+from ckptlib.writer import child, client
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.client import Writer
 from ckptlib.writer.launch import launch
@@ -64,7 +64,7 @@ def test_after_a_pause_of_the_whole_job_the_writer_may_speak_first() -> None:
 def short_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first writer alone: another may take its time."""
     limits = iter([0.1])
-    monkeypatch.setattr(client, "Silence", lambda deadline_s: Silence(next(limits, deadline_s)))
+    monkeypatch.setattr(child, "Silence", lambda deadline_s: Silence(next(limits, deadline_s)))
 
 
 def test_a_writer_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,11 +93,11 @@ def test_a_writer_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytest.
 
 def test_orders_to_one_that_is_stopped_block_nobody_for_long(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With peers there is one for each step, and the socket takes a few hundred."""
-    monkeypatch.setattr(client, "STALL_S", 0.1)
+    monkeypatch.setattr(child, "STALL_S", 0.1)
     writer = bench.writer()
     stopped = writer.pid
     stop(stopped)
-    monkeypatch.setattr(client, "STALL_S", 100.0)
+    monkeypatch.setattr(child, "STALL_S", 100.0)
     save, slot = bench.slot(1)
     writer.add_slot(slot.path)
     writer.persist(save, slot.path)
@@ -155,7 +155,7 @@ def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: py
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as without:
-        without.setattr(client, "launch", refuse)
+        without.setattr(child, "launch", refuse)
         lost = []
         for step in (2, 3):
             save, slot = bench.slot(step)
@@ -185,7 +185,7 @@ class Refusals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(client, "RESTART_S", 0.2)
-        monkeypatch.setattr(client, "launch", self._launch)
+        monkeypatch.setattr(child, "launch", self._launch)
         self.left = 0.0
         self._start = launch
 

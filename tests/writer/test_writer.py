@@ -81,8 +81,8 @@ def waiting(bench: Bench) -> Writer:
 def test_one_that_waits_begins_when_it_is_woken(bench: Bench) -> None:
     writer = waiting(bench)
     assert writer.poll(1.0) == []
-    assert writer._process.stdin is not None
-    held = os.dup(writer._process.stdin.fileno())  # as by a forked child
+    assert writer._child._process.stdin is not None
+    held = os.dup(writer._child._process.stdin.fileno())  # as by a forked child
     writer.wake()
     hear(writer, "ready")
     writer.wake()
@@ -109,7 +109,7 @@ def test_a_forked_child_keeps_no_writer_that_was_left(bench: Bench) -> None:
     """It has the socket open still, as workers of a data loader have for as long as the process lives."""
     writer = bench.writer()
     hear(writer, "ready")
-    held = os.dup(writer._channel.fileno())
+    held = os.dup(writer._child.channel.fileno())
     writer.leave()
     try:
         until(lambda: not alive(writer.pid))

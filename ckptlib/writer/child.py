@@ -1,0 +1,60 @@
+"""One writer process, as its trainer holds it: the channel to it, the end that wakes it, and its exit. No torch."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from ckptlib.slots.writer_lock import WriterLock
+from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.launch import launch
+from ckptlib.writer.silence import Silence
+
+REAP_S = 5.0
+"""How long a killed writer is waited for: one whose disk hangs may stay in the kernel for ever."""
+
+STALL_S = 10.0
+"""A writer that takes no order for so long is not running: its main thread does nothing else, and some 300 are on the
+way by then. The training stands still meanwhile."""
+
+
+class Child:
+    """Main thread, but for `wake`, and for what is sent."""
+
+    def __init__(self, setup: Message, log_path: Path, unread: WriterLock | None, wait_s: float) -> None:
+        """Starts it. Raises OSError; nothing is left of it then. The arguments: see `Writer`, and `launch`."""
+        page = setup.get("account_fd")
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours, STALL_S)
+        self.silence = Silence(float(setup["deadline_s"]))
+        self._waking = threading.Lock()
+        try:
+            with theirs:
+                self._process = launch(theirs, log_path, wait_s, unread, None if page is None else int(page))
+        except OSError:
+            self.channel.close()
+            raise
+        self.channel.send(setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wake(self) -> None:
+        """See `Writer`. From any thread."""
+        with self._waking:
+            if (end := self._process.stdin) is not None and not end.closed:
+                with suppress(BrokenPipeError), end:
+                    end.write(b"\n")  # a forked child may keep the pipe open
+
+    def reap(self, kill: bool = False) -> int | None:
+        """Its exit status; None where the kernel does not let go of it."""
+        if kill:
+            self._process.kill()
+        try:
+            return self._process.wait(REAP_S)
+        except subprocess.TimeoutExpired:
+            return None
