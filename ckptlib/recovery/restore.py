@@ -24,10 +24,6 @@ from ckptlib.catalog.unreadable import UNREADABLE, UNUSABLE
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
-    CkptError,
-    CorruptData,
-    NewerFormat,
-    ObjectNotFound,
     ObjectUnreadable,
 )
 from ckptlib.events import Restored
@@ -47,6 +43,7 @@ from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
+from ckptlib.recovery.skipped import Skipped, problem
 from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.saving.session import Session
 from ckptlib.saving.whole_state import RNG
@@ -121,9 +118,7 @@ def restore(
     laps.end("wait")
     _finish(session)
     on_disks = _look_at_disks(session, step)
-    skipped, useless = list[str](), set[SaveId]()  # these are of what the disks hold
-    lost: type[CkptError] = CorruptData
-    newer, absent = False, True
+    skipped, useless = Skipped(), set[SaveId]()  # the latter are of what the disks hold
     untried = Untried(session, inventory, on_disks, step)
     laps.end("list")
     while (candidate := untried.take()) is not None:
@@ -132,10 +127,7 @@ def restore(
         except UNREADABLE as error:
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
-                lost = ObjectUnreadable
-            absent = absent and _why(error) == LACKS
-            skipped.append(f"step {candidate.save} in {candidate.where}: {error}")
-            newer = newer or isinstance(error, NewerFormat)
+            skipped.add(candidate, error)
             if candidate.local is not None:
                 useless.add(candidate.save)
             if candidate.snapshot is not None:  # nobody waited for its writers, some of which may yet have it to commit
@@ -148,7 +140,7 @@ def restore(
                     "step %s in %s %s and is skipped%s: %s",
                     candidate.save,
                     candidate.where,
-                    _why(error),
+                    problem(error),
                     ", the next is tried" if untried else "",
                     error,
                 )
@@ -160,7 +152,7 @@ def restore(
         phases = {**laps.seconds, **result.report.phases}
         report = replace(
             result.report,
-            skipped=tuple(skipped),
+            skipped=tuple(skipped.told),
             tier=candidate.tier,
             committed=candidate.committed,
             phases=phases,
@@ -168,26 +160,13 @@ def restore(
         )
         session.tier.note_restored(candidate.save.step, on_disks.keys() - useless)
         session.stopwatch.restored(report.tier)
-        session.listener.tell(Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped)))
+        num_skipped = len(report.skipped)
+        session.listener.tell(Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, num_skipped))
         return result._replace(report=report)
     if step is not None:
-        what = "is of a newer format" if newer else "is not whole" if absent else "is damaged"
-        kind = NewerFormat if newer else CheckpointNotFound if absent else lost
-        raise kind(
-            f"{session.store.url}: step {step} {what}, so the job does not go back to it, and no step is abandoned. "
-            f"Try another one, as ckptlib ls lists them: {'; '.join(skipped)}"
-        )
-    if newer:
-        why = "; ".join(skipped)
-        raise NewerFormat(f"{session.store.url}: this ckptlib is too old to read any step; upgrade it: {why}")
-    if skipped and absent:
-        raise CheckpointNotFound(
-            f"{session.store.url}: nothing is damaged, but every step lacks objects. Was all of the root copied here, "
-            "and has the copy ended? " + "; ".join(skipped)
-        )
-    if skipped:
-        what = "every step is damaged" if lost is CorruptData else "no step can be read"
-        raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
+        raise skipped.error_of(step, session.store.url)
+    if skipped.told:
+        raise skipped.error(session.store.url)
     _check_there(session)
     if session.group.rank == 0:
         warn_of_foreign(session.store)
@@ -209,18 +188,6 @@ def _check_asked(session: Session, step: int | str | None, part: Part) -> None:
             "restore(step=): this Checkpointer has saved already, so its place in history is fixed; to go back, "
             "close it and create another one"
         )
-
-
-LACKS = "lacks an object"
-
-
-def _why(error: CkptError) -> str:
-    """The problem of a step that is skipped."""
-    if isinstance(error, NewerFormat):
-        return "is of a newer format"
-    if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
-        return LACKS
-    return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
 
 
 def _look_around(session: Session) -> Inventory:

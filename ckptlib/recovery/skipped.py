@@ -1,0 +1,57 @@
+"""The steps that a restore has skipped, and what to say where no other one is left. Pure."""
+
+from __future__ import annotations
+
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, NewerFormat, ObjectNotFound, ObjectUnreadable
+from ckptlib.recovery.candidates import Candidate
+
+LACKS = "lacks an object"
+
+
+def problem(error: CkptError) -> str:
+    """Of a step that is skipped."""
+    if isinstance(error, NewerFormat):
+        return "is of a newer format"
+    if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
+        return LACKS
+    return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
+
+
+class Skipped:
+    """Of one restore; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        """Each, with its problem."""
+        self._lost: type[CkptError] = CorruptData
+        self._newer, self._absent = False, True
+
+    def add(self, candidate: Candidate, error: CkptError) -> None:
+        """This one could not be used."""
+        self.told.append(f"step {candidate.save} in {candidate.where}: {error}")
+        self._newer = self._newer or isinstance(error, NewerFormat)
+        self._absent = self._absent and problem(error) == LACKS
+        if isinstance(error, ObjectUnreadable):
+            self._lost = ObjectUnreadable
+
+    def error_of(self, step: int | str, url: str) -> CkptError:
+        """Where nothing but this step would do."""
+        what = "is of a newer format" if self._newer else "is not whole" if self._absent else "is damaged"
+        kind = NewerFormat if self._newer else CheckpointNotFound if self._absent else self._lost
+        return kind(
+            f"{url}: step {step} {what}, so the job does not go back to it, and no step is abandoned. Try another one, "
+            f"as ckptlib ls lists them: {'; '.join(self.told)}"
+        )
+
+    def error(self, url: str) -> CkptError:
+        """Where any step would do, and there are some."""
+        why = "; ".join(self.told)
+        if self._newer:
+            return NewerFormat(f"{url}: this ckptlib is too old to read any step; upgrade it: {why}")
+        if self._absent:
+            return CheckpointNotFound(
+                f"{url}: nothing is damaged, but every step lacks objects. Was all of the root copied here, and has "
+                f"the copy ended? {why}"
+            )
+        what = "every step is damaged" if self._lost is CorruptData else "no step can be read"
+        return self._lost(f"{url}: {what}: {why}")
