@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 import ckptlib
-from benchmarks import peers
+from benchmarks import states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import why_not
@@ -120,7 +120,7 @@ def work() -> None:
     training.calibrate(given["iteration_s"])
     state = {
         "tensors": len(training.flat()),
-        "nbytes_local": peers.nbytes_local(training.flat()),
+        "nbytes_local": states.nbytes_local(training.flat()),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from benchmarks import limits, peers
+from benchmarks import limits, peers, states
 from benchmarks.common import Line, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
 from benchmarks.peers import LOADERS
@@ -61,24 +61,24 @@ def work() -> None:
     """Saves or loads with each of the peers that it was told."""
     given = told()
     peers.start()
-    state = peers.make_state(given["nbytes"], given["tensors"])
+    state = states.make_state(given["nbytes"], given["tensors"])
     for name in given["peers"]:
         directory = directory_of(given["directory"], name)
         peer = LOADERS[name]()
         if given["doing"] == "save":
             peer.begin(state, directory / "large", STEP)()
-            peer.begin(peers.make_state(4096, 1), directory / "small", STEP)()
+            peer.begin(states.make_state(4096, 1), directory / "small", STEP)()
             found: Line = {}
         else:
             found = _load(peer, state, directory)
-        tell(peer=name, digest=peers.digest(state), **found)
+        tell(peer=name, digest=states.digest(state), **found)
         peer.close()
     leave()
 
 
-def _load(peer: peers.Peer, state: peers.State, directory: Path) -> Line:
-    peer.load(peers.make_state(4096, 1), directory / "small", STEP)
-    peers.clear(state)
+def _load(peer: peers.Peer, state: states.State, directory: Path) -> Line:
+    peer.load(states.make_state(4096, 1), directory / "small", STEP)
+    states.clear(state)
     resident = limits.evict(directory / "large")
     peers.barrier()
     began = time.perf_counter()

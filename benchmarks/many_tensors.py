@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptlib
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import PEERS
@@ -57,8 +57,8 @@ class Training:
         self.optimizer.step()
         self._others += 1
 
-    def flat(self) -> peers.State:
-        found: peers.State = {name: p.detach() for name, p in self.model.named_parameters()}
+    def flat(self) -> states.State:
+        found: states.State = {name: p.detach() for name, p in self.model.named_parameters()}
         for name, p in self.model.named_parameters():
             found |= {f"{name}.{key}": value for key, value in self.optimizer.state[p].items()}
         return found

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.common import resident_bytes, tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import LOADERS
@@ -39,14 +39,14 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
 def work() -> None:
     """Saves twice and loads twice: what is allocated once shows in the first."""
     given = told()
-    state, small = peers.make_state(given["nbytes"], 30), peers.make_state(4096, 1)
+    state, small = states.make_state(given["nbytes"], 30), states.make_state(4096, 1)
     for name in given["peers"]:
         peer, directory = LOADERS[name](), Path(given["directory"]) / name
         peer.begin(small, directory / "small", 1)()
         peer.load(small, directory / "small", 1)
         with _peak() as peak:
             for step in (1, 2):
-                peers.change(state)
+                states.change(state)
                 peer.begin(state, directory / "large", step)()
         tell(peer=name, what="extra while saving", samples=[peak.extra / 1e6])
         with _peak() as peak:

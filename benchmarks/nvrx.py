@@ -18,8 +18,8 @@ from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import Gr
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 from typing_extensions import override
 
-from benchmarks import peers
-from benchmarks.peers import State
+from benchmarks import states
+from benchmarks.states import State
 
 
 class Nvrx:
@@ -32,13 +32,13 @@ class Nvrx:
 
     def save(self, state: State, step: int) -> None:
         """Returns when the snapshot is whole here and at the peers."""
-        self._manager.save(_HostState(dict(peers.local(state))), step)
+        self._manager.save(_HostState(dict(states.local(state))), step)
 
     def load(self, state: State) -> int:
         """Fills `state` in place; returns the step."""
         step: int = self._manager.find_latest()
         found, _ = self._manager.load()
-        for name, target in peers.local(state).items():
+        for name, target in states.local(state).items():
             target.copy_(found.held[name])
         return step
 

@@ -37,7 +37,7 @@ import xxhash
 from torch.distributed.fsdp import fully_shard
 
 import ckptlib
-from benchmarks import limits, peers
+from benchmarks import limits, peers, states
 from benchmarks.common import Line, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
 from ckptlib.saving.standing import await_room
@@ -222,9 +222,9 @@ def work() -> None:
         _die_and_come_back(given)
     peers.start()
     rank = dist.get_rank()
-    state = peers.make_state(given["nbytes"], 150)
+    state = states.make_state(given["nbytes"], 150)
     if given["doing"] == "restore":
-        peers.clear(state)
+        states.clear(state)
     arena = Path(given["memory"]) / f"host{rank}"
     arena.mkdir(exist_ok=True)
     if given["subject"] == NVRX:
@@ -241,32 +241,32 @@ def work() -> None:
     tell(writer=checkpointer._session.writer.pid)
     if given["doing"] == "train":
         checkpointer.save(1).wait_committed()
-        tell(digest=peers.digest(state))
+        tell(digest=states.digest(state))
         step = 1
     else:
         peers.barrier()
         report = checkpointer.restore()
-        tell(digest=peers.digest(state), in_memory=report.in_memory, phases=report.phases, bare=bare)
+        tell(digest=states.digest(state), in_memory=report.in_memory, phases=report.phases, bare=bare)
         step = report.step
     _until_held(checkpointer, step)
     peers.barrier()
     os._exit(0)  # as good as killed: nothing is closed
 
 
-def _with_nvrx(state: peers.State, directory: Path, doing: str) -> NoReturn:
+def _with_nvrx(state: states.State, directory: Path, doing: str) -> NoReturn:
     """Snapshots and restores; nothing that it says is shown."""
     from benchmarks.nvrx import Nvrx
 
     keeper = Nvrx(directory)
     if doing == "train":
         keeper.save(state, 1)
-        tell(digest=peers.digest(state))
+        tell(digest=states.digest(state))
     else:
         peers.barrier()
         began = time.perf_counter()
         step = keeper.load(state)
         seconds = time.perf_counter() - began
-        tell(digest=peers.digest(state), in_memory=True, phases={"restore": seconds})
+        tell(digest=states.digest(state), in_memory=True, phases={"restore": seconds})
         keeper.save(state, step + 1)  # it makes no new replica of what it restored
     peers.barrier()
     os._exit(0)

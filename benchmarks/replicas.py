@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptlib
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import PEERS, why_not
@@ -93,7 +93,7 @@ class Training:
                 for average, weight in pairs:
                     average.lerp_(weight, 0.01)
 
-    def flat(self) -> peers.State:
+    def flat(self) -> states.State:
         found = {f"model.{name}": t.detach() for name, t in self.model.module.state_dict().items()}
         for i, entry in enumerate(self.optim.state.values()):
             found |= {f"optim.{i}.{key}": value for key, value in entry.items()}

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptlib
 import ckptlib.checkpoint
-from benchmarks import limits, peers
+from benchmarks import limits, peers, states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import LOADERS
@@ -82,7 +82,7 @@ def work() -> None:
         return
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state: peers.State = {name: _dtensor(shape, mesh) for name, shape in shapes.items()}
+    state: states.State = {name: _dtensor(shape, mesh) for name, shape in shapes.items()}
     if given["doing"] == "save":
         peer().begin(state, directory, STEP)()
     else:
@@ -92,9 +92,9 @@ def work() -> None:
     dist.destroy_process_group()
 
 
-def _count(load: Callable[[], None], state: peers.State, directory: Path) -> None:
+def _count(load: Callable[[], None], state: states.State, directory: Path) -> None:
     """Tells what a load into zeroes reads."""
-    peers.clear(state)
+    states.clear(state)
     if int(os.environ["RANK"]) == 0:
         limits.evict(directory)
     peers.barrier()
@@ -102,7 +102,7 @@ def _count(load: Callable[[], None], state: peers.State, directory: Path) -> Non
     load()
     seconds, after = time.perf_counter() - began, _io()
     counts = {name: after[name] - before[name] for name in ("rchar", "read_bytes")}
-    tell(needed=peers.nbytes_local(state), seconds=seconds, **counts)
+    tell(needed=states.nbytes_local(state), seconds=seconds, **counts)
 
 
 def _load_part(subject: str, shape: tuple[int, int], dim: int, directory: Path) -> None:
@@ -116,10 +116,10 @@ def _load_part(subject: str, shape: tuple[int, int], dim: int, directory: Path) 
     else:  # it takes DTensors, whose mesh wants a group, which is never talked to here
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
         mesh = init_device_mesh("cpu", (8,))
-        state: peers.State = {"large": distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None)}
+        state: states.State = {"large": distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None)}
         path = directory / f"step-{STEP}"
         _count(lambda: dcp.load(state, checkpoint_id=path, no_dist=True), state, directory)
-        box = peers.local(state)["large"]
+        box = states.local(state)["large"]
     rows = torch.arange(shape[0], dtype=torch.float32)[:, None].repeat(1, shape[1])
     assert torch.equal(box, rows.chunk(8, dim)[3]), "not filled as it was saved"
 
@@ -151,7 +151,7 @@ def _dtensor(shape: tuple[int, int], mesh: DeviceMesh) -> DTensor:
 
 def _is_filled(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
     again = _dtensor((tensor.shape[0], tensor.shape[1]), mesh)
-    return bool(torch.equal(peers.local({"": again})[""], peers.local({"": tensor})[""]))
+    return bool(torch.equal(states.local({"": again})[""], states.local({"": tensor})[""]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import limits, peers
+from benchmarks import limits, peers, states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, rotated, run
 from benchmarks.peers import PEERS
@@ -52,7 +52,7 @@ def work() -> None:
     """Saves with each of the peers that it was told."""
     given = told()
     peers.start()
-    state, small = peers.make_state(given["nbytes"], given["tensors"]), peers.make_state(4096, 1)
+    state, small = states.make_state(given["nbytes"], given["tensors"]), states.make_state(4096, 1)
     events = _listen()
     for name in given["peers"]:
         directory = directory_of(given["directory"], name)
@@ -60,25 +60,25 @@ def work() -> None:
         _timed(peer, small, directory / "small", 1)  # imports, threads and helper processes
         blocked, durable, persist = [], [], []
         for step in range(1, SAVES + 1):
-            peers.change(state)
+            states.change(state)
             events.clear()
             seconds = _timed(peer, state, directory / "large", step)
             blocked.append(seconds[0])
             durable.append(seconds[1])
             persist += [event["seconds"] for event in events if event["event"] == "released"]
-        if peers.rank() == 0:
+        if states.rank() == 0:
             tell(peer=name, what="first durable", seconds=durable[:1])
             tell(peer=name, what="blocked", seconds=blocked[1:])
             tell(peer=name, what="durable", seconds=durable[1:])
             tell(peer=name, what="persist", seconds=persist[1:])
         peer.close()
         peers.barrier()
-        if peers.rank() == 0:
+        if states.rank() == 0:
             peers.remove(directory)
     leave()
 
 
-def _timed(peer: peers.Peer, state: peers.State, directory: Path, step: int) -> tuple[float, float]:
+def _timed(peer: peers.Peer, state: states.State, directory: Path, step: int) -> tuple[float, float]:
     peers.barrier()
     began = time.perf_counter()
     wait = peer.begin(state, directory, step)

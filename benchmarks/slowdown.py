@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import ckptlib
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import PEERS
@@ -101,7 +101,7 @@ class Training:
         for _ in range(num):
             torch.mm(self._factor, self._factor)
 
-    def flat(self) -> peers.State:
+    def flat(self) -> states.State:
         """Weights and moments by name."""
         found = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         for i, held in enumerate(self.optimizer.state.values()):

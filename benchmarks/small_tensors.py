@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import LOADERS
@@ -45,16 +45,16 @@ def _one(name: str, num_tensors: int, directory: Path) -> None:
     """Saves twice, loads twice, and looks at what lies on the disk."""
     peer, state = LOADERS[name](), _state(num_tensors)
     before = sum(tensor.nbytes for tensor in state.values())
-    digest = peers.digest(state)
+    digest = states.digest(state)
     first = _timed(lambda: peer.begin(state, directory, 1)())
     at_first = _nbytes(directory)
-    peers.change(state)  # what has not changed is not written again
-    digest = peers.digest(state)
+    states.change(state)  # what has not changed is not written again
+    digest = states.digest(state)
     later = _timed(lambda: peer.begin(state, directory, 2)())
     at_second = _nbytes(directory) - at_first
-    peers.clear(state)
+    states.clear(state)
     loads = [_timed(lambda: peer.load(state, directory, 2)) for _ in range(2)]
-    assert peers.digest(state) == digest, "loaded other bytes than it had saved"
+    assert states.digest(state) == digest, "loaded other bytes than it had saved"
     tell(peer=name, what="first save", unit="s", samples=[first])
     tell(peer=name, what="save", unit="s", samples=[later])
     tell(peer=name, what="load", unit="s", samples=loads[1:])
@@ -64,7 +64,7 @@ def _one(name: str, num_tensors: int, directory: Path) -> None:
     peers.remove(directory)
 
 
-def _state(num_tensors: int) -> peers.State:
+def _state(num_tensors: int) -> states.State:
     """Names as a model of experts has them; sizes from 4 B to 4 KB, as often in each octave."""
     generator = torch.Generator().manual_seed(0)
     sizes = (2 ** (torch.rand(num_tensors, generator=generator) * 10)).int().tolist()

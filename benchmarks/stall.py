@@ -24,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
 
 import ckptlib
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.common import resident_bytes, tell, told
 from benchmarks.figures import Figures, Options, run
-from benchmarks.peers import PEERS, CkptlibDcp, State, TorchCheckpointingUnflushed, Wait, why_not
+from benchmarks.peers import PEERS, CkptlibDcp, TorchCheckpointingUnflushed, Wait, why_not
+from benchmarks.states import State
 
 CHECKPOINTS = 2
 """In one turn; each has the iterations up to the next to finish in the background."""
@@ -317,7 +318,7 @@ def _tell(
     num_tensors = len(training.flat())
     state = {
         "tensors": num_tensors,
-        "nbytes_local": peers.nbytes_local(training.flat()),
+        "nbytes_local": states.nbytes_local(training.flat()),
         "micro_steps": training.micro_steps,
         "every": every,
     }

@@ -178,10 +178,10 @@ def test_peer_saves(module: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed; it is in the extra called bench")
     script = (
-        "import sys; from pathlib import Path; from benchmarks import peers\n"
+        "import sys; from pathlib import Path; from benchmarks import peers, states\n"
         "for name, peer in peers.PEERS.items():\n"
         f"    if peer.needs == {module!r}:\n"
-        "        one = peer(); one.begin(peers.make_state(65536, 3), Path(sys.argv[1]), 1)(); one.close()\n"
+        "        one = peer(); one.begin(states.make_state(65536, 3), Path(sys.argv[1]), 1)(); one.close()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
