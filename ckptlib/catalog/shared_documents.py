@@ -136,8 +136,9 @@ class SharedDocuments:
         with self._lock:
             self._layouts.pop(digest, None)
             self._layouts[digest] = layout
-            while len(self._layouts) > 1 and sum(map(_nbytes, self._layouts.values())) > LAYOUTS_KEPT_NBYTES:
-                del self._layouts[next(iter(self._layouts))]
+            kept = self._layouts
+            while len(kept) > 1 and sum(len(one.encoded) for one in kept.values()) > LAYOUTS_KEPT_NBYTES:
+                del kept[next(iter(kept))]
 
     def generation(self, generation: GenerationId) -> Generation:
         """As `layout`."""
@@ -331,10 +332,6 @@ def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:
     except ObjectExists:
         return False
     return True
-
-
-def _nbytes(layout: Layout) -> int:
-    return len(layout.encoded)
 
 
 def _gone(document: str) -> str:

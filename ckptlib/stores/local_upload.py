@@ -226,20 +226,12 @@ def _sync_up_or_withdraw(root: str, key: str) -> None:
     or a listing would, and take it for an object that a power loss cannot remove."""
     *names, name = key.split("/")
     try:
-        _sync_up(root, names)
+        for depth in range(len(names), -1, -1):  # all, each time: others may have made one, and not have flushed it yet
+            _sync_directory(root, names[:depth])
     except (OSError, StoreError):
         with contextlib.suppress(OSError, StoreError), tree.directory(root, names) as fd:
             os.unlink(name, dir_fd=fd)
         raise
-
-
-def _sync_up(root: str, names: list[str]) -> None:
-    """Flushes the directory of these names and those above it up to `root`.
-
-    All of them every time: another process may have made one of them a moment ago and not have flushed it yet.
-    """
-    for depth in range(len(names), -1, -1):
-        _sync_directory(root, names[:depth])
 
 
 def _sync_directory(root: str, names: list[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ckptlib.stores import InPlace, Store
@@ -143,10 +144,10 @@ def _small(store: Store, new_key: Callable[[], str]) -> Mapping[str, float]:
 
     for _ in range(SMALL_ROUNDS):
         key = new_key()
-        timed("put", lambda key=key: store.put(key, bytes(SMALL_NBYTES)))  # type: ignore[misc]
-        timed("list", lambda key=key: store.scan(key))  # type: ignore[misc]
-        timed("get", lambda key=key: store.get(key))  # type: ignore[misc]
-        timed("delete", lambda key=key: store.delete(key))  # type: ignore[misc]
+        timed("put", partial(store.put, key, bytes(SMALL_NBYTES)))
+        timed("list", partial(store.scan, key))
+        timed("get", partial(store.get, key))
+        timed("delete", partial(store.delete, key))
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

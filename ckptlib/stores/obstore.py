@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -300,7 +300,9 @@ class ObstoreStore(Store):
                 self._deletes_many = False
 
         async def delete() -> None:
-            for some in _batches([*paths], DELETES):
+            left = [*paths]
+            while left:
+                some, left = left[:DELETES], left[DELETES:]
                 await asyncio.gather(*(_delete(self._requests.quick, path) for path in some))
 
         if paths:
@@ -340,7 +342,3 @@ async def _delete(client: Any, paths: str | list[str]) -> None:
     except FileNotFoundError as error:
         if Failure.of(error).has_no_bucket:
             raise
-
-
-def _batches(paths: list[str], num: int) -> Iterator[list[str]]:
-    return (paths[start : start + num] for start in range(0, len(paths), num))

@@ -170,7 +170,8 @@ class S3Client:
                 is_wrong = meaning.is_nowhere and not self.was_there
                 wait_s = retries.wait_s(min(io_limits.NOWHERE_S, io_limits.RETRY_S) if is_wrong else None)
                 if wait_s is None:
-                    raise self._gave_up(call, error, retries) from self._secrets.harmless(error)
+                    tries = f"gave up after {retries.elapsed_s:.1f} s, {retries.failures} tries: "
+                    raise StoreTimeout(self._told(call, error, tries)) from self._secrets.harmless(error)
             await asyncio.sleep(wait_s)
 
     async def _is_renewed(self, renewals: int) -> bool:
@@ -275,11 +276,6 @@ class S3Client:
     def failure(self, call: Call, error: BaseException, kind: type[StoreError] | None = None) -> StoreError:
         """`kind`: what it is here, if not what it is everywhere."""
         return (kind or meaning_of(error).kind)(self._told(call, error, ""))
-
-    def _gave_up(self, call: Call, error: BaseException, retries: Retries) -> StoreError:
-        return StoreTimeout(
-            self._told(call, error, f"gave up after {retries.elapsed_s:.1f} s, {retries.failures} tries: ")
-        )
 
     def _told(self, call: Call, error: BaseException, tries: str) -> str:
         cause = self._secrets.hide(f"{type(error).__name__}: {error}")
