@@ -28,6 +28,11 @@ def listed(found: Sequence[object], most: int) -> str:
     return ", ".join(map(str, found[:most])) + (", ..." if len(found) > most else "")
 
 
+def last(found: Sequence[object], most: int) -> str:
+    """The last of them: "..., 8, 9"."""
+    return ("..., " if len(found) > most else "") + ", ".join(map(str, found[-most:]))
+
+
 def size(nbytes: float) -> str:
     """Bytes with three digits: "3.24 MB"."""
     if nbytes < 1000:

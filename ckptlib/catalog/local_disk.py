@@ -117,12 +117,6 @@ def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
     return newest | {*sound[-stays.last :]} | stays.pinned
 
 
-def _save_of(entry: Entry) -> SaveId | None:
-    """Whose part or pack it is."""
-    part = keys.parse_part_key(entry.key)
-    return keys.pack_save(entry.key) if part is None else part.save
-
-
 def unwanted(
     objects: Iterable[Entry], rank: int, generation: GenerationId, saves: Collection[SaveId], packs: Collection[str]
 ) -> list[Entry]:
@@ -134,7 +128,7 @@ def unwanted(
     found: list[tuple[bool, Entry]] = []
     for entry in objects:
         part = keys.parse_part_key(entry.key)
-        save, owner = _save_of(entry), keys.pack_rank(entry.key) if part is None else part.rank
+        save, owner = keys.object_save(entry.key), keys.pack_rank(entry.key) if part is None else part.rank
         if save is None or save.generation > generation:
             continue
         mine = save.generation < generation or owner == rank
@@ -173,10 +167,10 @@ class DiskSweeper:
         objects = [
             entry
             for entry in (*parts, *store.scan(keys.PACKS))
-            if (save := _save_of(entry)) is None or save.generation not in foreign
+            if (save := keys.object_save(entry.key)) is None or save.generation not in foreign
         ]
         if earlier is None:
-            saves_of = ((_save_of(entry), entry) for entry in objects)
+            saves_of = ((keys.object_save(entry.key), entry) for entry in objects)
             objects = [entry for save, entry in saves_of if save is not None and save.generation == generation]
             earlier = frozenset()
         names = [name for entry in objects if (name := keys.parse_part_key(entry.key)) is not None and name.ok]

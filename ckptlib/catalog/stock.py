@@ -41,8 +41,7 @@ def take_stock(catalog: Catalog, oldest: float) -> Stock:
     clocks: list[Entry] = []
     layouts = [entry for entry in catalog.store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
     for entry in [*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)]:
-        part = keys.parse_part_key(entry.key)
-        save = keys.pack_save(entry.key) if part is None else part.save
+        save = keys.object_save(entry.key)
         if save is not None:
             objects.setdefault(save, []).append(entry)
     steps = catalog.steps()

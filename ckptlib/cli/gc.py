@@ -14,7 +14,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, size, somebody_answers
+from ckptlib.cli.output import Output, count, duration, last, size, somebody_answers
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.policy.best import MODES
@@ -201,7 +201,8 @@ def _print(
             "" if i else "stays" if done else "would stay",
             f"step {save.step}",
             size(sum(sizes.get(of, 0) for of in of_save.sets)),
-            f"{count(len(of_save.by), 'step')} {'uses' if len(of_save.by) == 1 else 'use'} it: {_steps(of_save.by)}",
+            f"{count(len(of_save.by), 'step')} {'uses' if len(of_save.by) == 1 else 'use'} it: "
+            + last([user.step for user in of_save.by], MAX_USERS),
         )
         for i, (save, of_save) in enumerate(used.items())
     ]
@@ -217,8 +218,3 @@ def _print(
         output.line(Text(text, style="dim"))
     if _is_idle(result):
         output.line("nothing to do")
-
-
-def _steps(saves: tuple[SaveId, ...]) -> str:
-    some = [str(save.step) for save in saves[-MAX_USERS:]]
-    return ", ".join((["..."] if len(saves) > MAX_USERS else []) + some)

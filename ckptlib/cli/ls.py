@@ -165,10 +165,9 @@ def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
     sizes: dict[SaveId, int] = {}
     newest: dict[SaveId, float] = {}
     for entry in (*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)):
-        part = keys.parse_part_key(entry.key)
-        save = keys.pack_save(entry.key) if part is None else part.save
+        save = keys.object_save(entry.key)
         if save is not None:
-            sizes[save] = sizes.get(save, 0) + (entry.nbytes if part is None else 0)
+            sizes[save] = sizes.get(save, 0) + (entry.nbytes if entry.key.startswith(keys.PACKS) else 0)
             newest[save] = max(newest.get(save, 0.0), entry.modified)
     trash = {
         save: entry.modified

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from ckptlib.words import age, count, cut, duration, metrics, moment, one_line, plain, ranks, seconds, size, span
+from ckptlib.words import age, count, cut, duration, last, metrics, moment, one_line, plain, ranks, seconds, size, span
 
 __all__ = [
     "Cell",
@@ -23,6 +23,7 @@ __all__ = [
     "count",
     "cut",
     "duration",
+    "last",
     "metrics",
     "moment",
     "one_line",

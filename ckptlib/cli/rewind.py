@@ -17,7 +17,7 @@ from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, plain, somebody_answers
+from ckptlib.cli.output import Output, count, duration, last, plain, somebody_answers
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -70,7 +70,8 @@ def command(store: Store, output: Output, step: str, yes: bool) -> bool:
     )
     output.line(f"generation {record.id.number} goes back to step {save.step}: the next job resumes there")
     if hidden:
-        text = f"abandoned: {_numbers(hidden)}. To undo: ckptlib rewind {store.url} {hidden[-1]}"
+        numbers = last([other.step for other in hidden], SHOWN)
+        text = f"abandoned: {numbers}. To undo: ckptlib rewind {store.url} {hidden[-1]}"
         output.line(Text(plain(text), style="dim"))
     return True
 
@@ -82,7 +83,7 @@ def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
     except CheckpointNotFound:  # dropped since it was listed
         raise
     except UNREADABLE as error:
-        others = _numbers([other for other in visible if other != save]) or "none"
+        others = last([other.step for other in visible if other != save], SHOWN) or "none"
         raise type(error)(
             f"step {save.step} is damaged: {error}. Nothing was changed. Other steps: {others}"
         ) from error
@@ -128,8 +129,3 @@ def _put(catalog: Catalog, save: SaveId) -> Generation:
     enter_to_go_back(catalog, save, lambda: catalog.put_generation(record))
     catalog.check_head(record.id)
     return record
-
-
-def _numbers(saves: list[SaveId]) -> str:
-    some = ", ".join(str(save.step) for save in saves[-SHOWN:])
-    return ("..., " if len(saves) > SHOWN else "") + some

@@ -20,7 +20,7 @@ from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, age, count, cut, metrics, moment, plain, ranks, size
+from ckptlib.cli.output import Output, age, count, cut, last, metrics, moment, plain, ranks, size
 from ckptlib.cli.stands import stands_of
 from ckptlib.codecs.registry import RAW
 from ckptlib.format import keys, sharding
@@ -279,8 +279,7 @@ def _print_head(output: Output, manifest: Manifest, chain: list[Generation], kep
     rows = [("save", str(manifest.save))]
     stands = stands_of(manifest)
     if stands.on:
-        some = ", ".join(str(save.step) for save in stands.on[-MAX_STEPS:])
-        steps = f"steps ..., {some}" if len(stands.on) > MAX_STEPS else f"step{'s' * (len(stands.on) > 1)} {some}"
+        steps = f"step{'s' * (len(stands.on) > 1)} {last([save.step for save in stands.on], MAX_STEPS)}"
         text = f"{count(len(stands.on), 'other save')} ({steps}); its oldest chunk is {stands.oldest_age} old"
         rows.append(("stands on", text))
     if kept:

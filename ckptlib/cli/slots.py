@@ -33,12 +33,13 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
             newest = max(catalog.generation_ids(), default=None)
             generation = None if newest is None else catalog.generation(newest)
     directories = [*files.usual(), *map(Path, arena)]
-    rows = [row for row in files.find(directories) if root_id is None or _belongs(row, root_id)]
+    prefix = "ckptlib-" if root_id is None else f"ckptlib-{root_id[:16]}-"
+    rows = [row for row in files.find(directories) if row.path.name.startswith(prefix)]
     removed = [row for row in rows if clean and not row.in_use]
     for row in removed:
         row.path.unlink(missing_ok=True)
     if clean:
-        files.clean_locks(directories, _prefix(root_id))
+        files.clean_locks(directories, prefix)
     rows = [row for row in rows if row not in removed]
     placement = None if generation is None or not generation.domains else _placement(generation)
     output.document(
@@ -52,14 +53,6 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
     if generation is not None:
         _print_placement(output, generation, placement)
     return True
-
-
-def _prefix(root_id: str | None) -> str:
-    return "ckptlib-" if root_id is None else f"ckptlib-{root_id[:16]}-"
-
-
-def _belongs(row: SlotFile, root_id: str) -> bool:
-    return row.path.name.startswith(_prefix(root_id))
 
 
 def _placement(generation: Generation) -> ReplicaMap | None:

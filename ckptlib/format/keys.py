@@ -282,6 +282,12 @@ def pack_save(key: str) -> SaveId | None:
     return None if found is None else found.save
 
 
+def object_save(key: str) -> SaveId | None:
+    """The save whose part or pack it is."""
+    part = parse_part_key(key)
+    return pack_save(key) if part is None else part.save
+
+
 def parse_pack_set(text: str) -> PackSet:
     """The inverse of `str(PackSet)`. Raises FormatError."""
     match = _PACK_SET.fullmatch(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
@@ -125,7 +126,7 @@ class Watcher:
     def _read(self, saves: Sequence[SaveId], problems: list[str]) -> list[Manifest]:
         found: dict[SaveId, Manifest] = {}
         for save in saves:
-            manifest = self._manifests.get(save) or attempt(lambda save=save: self._catalog.manifest(save))  # type: ignore[misc]
+            manifest = self._manifests.get(save) or attempt(partial(self._catalog.manifest, save))
             if isinstance(manifest, Manifest):
                 found[save] = manifest
             elif not isinstance(manifest, CheckpointNotFound):  # dropped since it was listed

@@ -218,11 +218,12 @@ def kinds(found: Records) -> Element | None:
     history = found.history
     if found.newest is None or not history or found.newest.codecs.keys() <= {"raw"}:
         return None
-    by_kind = {kind: (Count.sum(by_codec.values()), by_codec) for kind, by_codec in found.newest.kinds.items()}
-    largest = sorted(by_kind, key=lambda kind: by_kind[kind][0].nbytes, reverse=True)
+    of_kinds = found.newest.kinds
+    counts = {kind: Count.sum(by_codec.values()) for kind, by_codec in of_kinds.items()}
+    largest = sorted(counts.items(), key=lambda item: item[1].nbytes, reverse=True)
     rows: list[list[Child]] = [
-        [short(kind), f"{by_kind[kind][0].chunks:,}", *_sizes(by_kind[kind][0]), ", ".join(sorted(by_kind[kind][1]))]
-        for kind in largest[:MAX_KINDS]
+        [short(kind), f"{of.chunks:,}", size(of.nbytes), size(of.stored), of.ratio, ", ".join(sorted(of_kinds[kind]))]
+        for kind, of in largest[:MAX_KINDS]
     ]
     more = len(largest) - len(rows)
     return section(
@@ -231,10 +232,6 @@ def kinds(found: Records) -> Element | None:
         table(("kind", "chunks", "size", "stored", "ratio", "codecs"), rows, ("chunks", "size", "stored", "ratio")),
         tag("p", f"And {count(more, 'more kind')}.") if more > 0 else None,
     )
-
-
-def _sizes(found: Count) -> tuple[str, str, str]:
-    return size(found.nbytes), size(found.stored), found.ratio
 
 
 def steps(found: Records) -> Element:
