@@ -107,17 +107,20 @@ class Writer:
 
     def held(self, save: SaveId) -> None:
         """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
-        self._child.channel.send(self._standing.held(save))
+        self._keep({"op": "held", "save": str(save)})
 
     def earlier(self, save: SaveId | None) -> None:
         """Of the earlier jobs' steps on the local disks a restart needs this one, or none: others may be removed where
         there is no room."""
-        self._child.channel.send(self._standing.earlier(save))
+        self._keep({"op": "earlier", "save": None if save is None else str(save)})
 
     def whole(self, save: SaveId, settled: int, recorded: bool) -> None:
         """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`.
         `recorded`: the record of the generation is in the store; else those of earlier jobs stay."""
-        self._child.channel.send(self._standing.whole(save, settled, recorded))
+        self._keep({"op": "whole", "save": str(save), "settled": settled, "recorded": recorded})
+
+    def _keep(self, order: Message) -> None:
+        self._child.channel.send(self._standing.keep(order))
 
     def begin(
         self,

@@ -13,8 +13,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from typing_extensions import Self
-
 from ckptlib.errors import FormatError
 from ckptlib.format.keys import PartName, SaveId, parse_part_key, parse_save
 from ckptlib.format.manifest import Manifest
@@ -92,12 +90,6 @@ class Lent:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *rest: object) -> None:
-        self.close()
 
 
 def lend(known: KnownOrigin) -> Lent | None:

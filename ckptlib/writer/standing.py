@@ -5,22 +5,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptlib.format.keys import SaveId
 from ckptlib.writer.channel import Message
 
 
 class Standing:
     """Of one rank: its slots, the generation, and which steps memory and local disks hold. Each method returns what the
-    writer is to be told. Whoever calls holds the lock, but for what only the main thread says: `held`, `earlier`,
-    `whole`."""
+    writer is to be told. Whoever calls holds the lock, but for what only the main thread says: `keep`."""
 
     def __init__(self, rank: int, has_local: bool) -> None:
         """`has_local`: saves go to a local disk first."""
         self._rank, self._has_local = rank, has_local
         self._slots: list[Path] = []
-        self._held: Message | None = None
-        self._earlier: Message | None = None
-        self._whole: Message | None = None
+        self._kept: dict[str, Message] = {}
+        """By op."""
         self._begun: Message | None = None
         self.owes_record = False
         """Whether the writer is to put the record at once, and has not said what became of that."""
@@ -28,7 +25,7 @@ class Standing:
     @property
     def is_kept(self) -> bool:
         """Whether there are snapshots that must not be lost, should no job go on from them."""
-        return self._held is not None
+        return "held" in self._kept
 
     def slot(self, path: Path) -> Message:
         self._slots.append(path)
@@ -38,17 +35,10 @@ class Standing:
         self._slots.remove(path)
         return {"op": "forget", "path": str(path)}
 
-    def held(self, save: SaveId) -> Message:
-        self._held = {"op": "held", "save": str(save)}
-        return self._held
-
-    def earlier(self, save: SaveId | None) -> Message:
-        self._earlier = {"op": "earlier", "save": None if save is None else str(save)}
-        return self._earlier
-
-    def whole(self, save: SaveId, settled: int, recorded: bool) -> Message:
-        self._whole = {"op": "whole", "save": str(save), "settled": settled, "recorded": recorded}
-        return self._whole
+    def keep(self, order: Message) -> Message:
+        """Which step memory or the local disks hold; it holds until the next order with its op."""
+        self._kept[order["op"]] = order
+        return order
 
     def begin(self, order: Message, now: bool) -> Message:
         """`now`: rank 0's writer puts the record at once."""
@@ -69,4 +59,4 @@ class Standing:
         if self._begun is not None:
             told.append({**self._begun, "now": self.owes_record or self._has_local, "again": True})
         told += [{"op": "slot", "path": str(path)} for path in self._slots]
-        return told + [message for message in (self._held, self._earlier, self._whole) if message is not None]
+        return [*told, *self._kept.values()]

@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_a_name_that_is_none(known: KnownOrigin) -> None:
 
 
 def test_lent_and_taken_back(known: KnownOrigin) -> None:
-    with Lent(known) as lent:
+    with closing(Lent(known)) as lent:
         assert borrowed(lent.path) == known
         command = "import sys; from ckptlib.writer.known_origin import borrowed; print(borrowed(sys.argv[1]).save)"
         done = subprocess.run([sys.executable, "-c", command, lent.path], capture_output=True, text=True, check=True)
