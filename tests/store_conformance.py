@@ -197,6 +197,12 @@ class StoreConformance:
         assert (entry.key, entry.nbytes) == ("a/b", 5)
         assert before - 2 < entry.modified < after + 2  # some stores give whole seconds
 
+    def test_an_entry_is_of_its_very_key(self, store: Store) -> None:
+        for key in ("a/b", "a/bc", "a/b-1"):
+            store.put(key, key.encode())
+        assert store.entry("a/bc") in store.scan("a/b")
+        assert [store.entry(key) for key in ("a", "a/b-", "a/c")] == [None] * 3
+
     def test_a_peek_shows_some_of_what_is_there(self, store: Store) -> None:
         assert store.peek(10) == []
         for name in ("b.pt", "a.pt", "c.pt"):

@@ -369,7 +369,7 @@ class Catalog:
         except ObjectNotFound:
             return False
         except (FormatError, ObjectUnreadable):  # nobody can read it, but it is there, or something that is no object
-            return any(entry.key == key for entry in self.store.scan(key))
+            return self.store.entry(key) is not None
 
     # Writing
 

@@ -21,9 +21,9 @@ def now(store: Store) -> float:
     except StoreFull:
         return max((entry.modified for entry in store.scan("")), default=0.0)
     try:
-        found = [entry.modified for entry in store.scan(key) if entry.key == key]
+        found = store.entry(key)
     finally:
         store.delete(key)
-    if not found:
+    if found is None:
         raise StoreError(f"{store.url}/{key}: was put, but is not listed; nothing is deleted from such a store")
-    return found[0]
+    return found.modified

@@ -9,6 +9,7 @@ from ckptlib.stores import Store
 
 def check_pack(store: Store, pack: Pack) -> None:
     """Raises FormatError for one that is not there, or has another size; the store's errors."""
-    sizes = [entry.nbytes for entry in store.scan(pack.key) if entry.key == pack.key]
-    if sizes != [pack.nbytes]:
-        raise FormatError(f"{pack.key}: expected an object of {pack.nbytes} bytes, found {sizes or 'none'}")
+    found = store.entry(pack.key)
+    if found is None or found.nbytes != pack.nbytes:
+        what = "none" if found is None else found.nbytes
+        raise FormatError(f"{pack.key}: expected an object of {pack.nbytes} bytes, found {what}")

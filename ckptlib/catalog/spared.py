@@ -39,8 +39,8 @@ def is_spared(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) ->
 
 def _is_condemned(catalog: Catalog, save: SaveId) -> bool:
     """Whether a sweep may be about to delete the manifest: as `retention` has it, not one whose record is stale."""
-    records = [entry for entry in catalog.store.scan(save.trash_key) if entry.key == save.trash_key]
-    return bool(records) and records[0].modified >= clock.now(catalog.store) - catalog.root().save_deadline_s
+    record = catalog.store.entry(save.trash_key)
+    return record is not None and record.modified >= clock.now(catalog.store) - catalog.root().save_deadline_s
 
 
 def enter_to_go_back(catalog: Catalog, save: SaveId, put: Callable[[], object], patience_s: float = PATIENCE_S) -> None:

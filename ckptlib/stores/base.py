@@ -222,6 +222,10 @@ class Store(ABC):
         can be. The listing is fresh: it holds every object whose put returned before the call.
         """
 
+    def entry(self, key: str) -> Entry | None:
+        """The object that has this key, readable or not, as a listing tells it; None where there is none."""
+        return next((entry for entry in self.scan(key) if entry.key == key), None)
+
     def peek(self, most: int) -> list[str]:
         """Names of some of what lies here, at most so many, foreign ones among them. Raises as `scan` does.
 

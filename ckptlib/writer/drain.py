@@ -170,7 +170,7 @@ class Drain:
         is in the store, and gives nothing."""
         lost = self._seen.lost(pack for pack in part.packs if keys.pack_save(pack.key) != part.save)
         for pack in lost:
-            if any(entry.key == pack.key for entry in self._bucket.store.scan(pack.key)):
+            if self._bucket.store.entry(pack.key) is not None:
                 raise SaveFailed(
                     f"step {part.save.step}: needs {self._bucket.store.url}/{pack.key}, which cannot be read up to its "
                     f"{pack.nbytes} bytes: was it altered, or moved to an archive? The step is not committed; 'ckptlib "
