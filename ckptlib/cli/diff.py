@@ -13,7 +13,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.reading import each, in_order
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.catalog.shards import PartIndex
 from ckptlib.cli.changes import Changed, ShardDiffer, ValueChanges, count_rank, count_tensor
@@ -23,7 +23,7 @@ from ckptlib.cli.show import MAX_VALUE_WIDTH, Tensor, merged, part_of
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import DOCUMENT_THREADS, THREADS
+from ckptlib.stores.io_limits import THREADS
 
 
 @dataclass(slots=True)
@@ -51,8 +51,7 @@ def command(store: Store, output: Output, first: str, second: str, deep: bool) -
     """
     catalog = Catalog(store)
     ends = [resolve_manifest(catalog, step) for step in (first, second)]
-    with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-diff") as executor:
-        layouts = [dict(zip(m.layouts, executor.map(catalog.layout, m.layouts), strict=True)) for m in ends]
+    layouts = [dict(zip(m.layouts, each(catalog.layout, m.layouts), strict=True)) for m in ends]
     before, after = ({t.entry.name: t for t in merged(m, of)} for m, of in zip(ends, layouts, strict=True))
     both = [name for name in before if name in after]
     same = [name for name in both if _kind(before[name]) == _kind(after[name])]

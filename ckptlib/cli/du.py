@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.uses import add_needed
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, count, size
@@ -21,7 +20,6 @@ from ckptlib.format.keys import PackSet, PartName, SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.verify.findings import attempt
 
 MAX_MISSING = 5
@@ -51,17 +49,16 @@ def command(store: Store, output: Output) -> bool:
     needed: dict[PackSet, frozenset[int] | None] = {}
     committed: set[SaveId] = set()
     damaged: set[SaveId] = set()
-    with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-du") as executor:
-        for save, found in _documents(catalog, executor):
-            committed.add(save)
-            needed |= {PackSet(save): None, PackSet(save, carried=True): None}
-            if isinstance(found, Manifest):
-                add_needed(needed, found)
-            elif isinstance(found, Part):
-                usage.add(found)
-            else:
-                damaged.add(save)
-                problems.append(f"{found}; what step {save.step} needs is not counted, or not all of it")
+    for save, found in _documents(catalog):
+        committed.add(save)
+        needed |= {PackSet(save): None, PackSet(save, carried=True): None}
+        if isinstance(found, Manifest):
+            add_needed(needed, found)
+        elif isinstance(found, Part):
+            usage.add(found)
+        else:
+            damaged.add(save)
+            problems.append(f"{found}; what step {save.step} needs is not counted, or not all of it")
     trash = {*filter(None, (keys.parse_trash_key(entry.key) for entry in store.scan(keys.TRASH)))}
     packs = usage.finish(store.scan(keys.PACKS), committed, needed)  # listed last: what steps need is there by then
     problems += _missing(usage)
@@ -76,11 +73,8 @@ def command(store: Store, output: Output) -> bool:
     return not problems
 
 
-def _documents(catalog: Catalog, executor: ThreadPoolExecutor) -> Iterator[tuple[SaveId, Manifest | Part | CkptError]]:
+def _documents(catalog: Catalog) -> Iterator[tuple[SaveId, Manifest | Part | CkptError]]:
     """Of each committed step its manifest, then its parts; or the problem of one. Only a few are read ahead."""
-
-    def manifest_of(save: SaveId) -> Manifest | CkptError:
-        return attempt(partial(catalog.manifest, save))
 
     def part_of(item: tuple[SaveId, PartName | Manifest | CkptError]) -> tuple[SaveId, Manifest | Part | CkptError]:
         save, name = item
@@ -89,14 +83,14 @@ def _documents(catalog: Catalog, executor: ThreadPoolExecutor) -> Iterator[tuple
         return save, name
 
     saves = catalog.saves()
-    manifests = zip(saves, in_order(executor, manifest_of, saves), strict=True)
+    manifests = zip(saves, each(lambda save: attempt(partial(catalog.manifest, save)), saves), strict=True)
     items: Iterator[tuple[SaveId, PartName | Manifest | CkptError]] = (
         (save, item)
         for save, found in manifests
         if not isinstance(found, CheckpointNotFound)  # dropped since it was listed
         for item in (found, *(found.parts if isinstance(found, Manifest) else ()))
     )
-    return in_order(executor, part_of, items)
+    return each(part_of, items)
 
 
 def _missing(usage: Usage) -> list[str]:

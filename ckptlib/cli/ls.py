@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import click
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from ckptlib.catalog.begun import unrecorded
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.cli.local_disk import Disk, DiskShare, on_disk
 from ckptlib.cli.marks import Marks
@@ -23,7 +23,6 @@ from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFo
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import DOCUMENT_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +155,7 @@ def _rows(catalog: Catalog, visible: set[SaveId], everything: bool) -> list[Row]
         state, kept = "committed" if save in visible else "left behind", marks.on(save, manifest)
         return Row(save, state, info, manifest.nbytes, manifest.created, kept=kept)
 
-    with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
-        return [found for found in executor.map(row, saves) if found is not None]
+    return [found for found in each(row, saves) if found is not None]
 
 
 def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.codings import Codings, Count
-from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
@@ -30,7 +29,6 @@ from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import Part
 from ckptlib.policy.best import MODES, Best
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.verify.findings import attempt
 
 MAX_VALUE_WIDTH = 100
@@ -92,16 +90,15 @@ def command(
     catalog = Catalog(store)
     manifest = resolve_manifest(catalog, step, _best(step, metric, mode))
     save = manifest.save
-    with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
-        layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
-        codings, problems = Codings(), []
-        packs: set[str] = set()
-        for part in in_order(executor, lambda name: attempt(partial(part_of, catalog, manifest, name)), manifest.parts):
-            if isinstance(part, Part):
-                codings.add(part, layouts[part.table.layout])
-                packs.update(pack.key for pack in part.packs)
-            else:
-                problems.append(str(part))
+    layouts = dict(zip(manifest.layouts, each(catalog.layout, manifest.layouts), strict=True))
+    codings, problems = Codings(), []
+    packs: set[str] = set()
+    for part in each(lambda name: attempt(partial(part_of, catalog, manifest, name)), manifest.parts):
+        if isinstance(part, Part):
+            codings.add(part, layouts[part.table.layout])
+            packs.update(pack.key for pack in part.packs)
+        else:
+            problems.append(str(part))
     chain = generation_chain(catalog, save)
     visible = catalog.visible()
     kept = Marks.of(catalog, visible).on(save, manifest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
 from ckptlib.catalog.accounts import read_accounts
@@ -17,7 +16,7 @@ from ckptlib.catalog.codings import Codings
 from ckptlib.catalog.goodput import Start, goodput
 from ckptlib.catalog.history import history, limits_of
 from ckptlib.catalog.metrics import best_of, numeric
-from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.errors import CheckpointNotFound, CkptError, ObjectNotFound
 from ckptlib.format import keys
@@ -29,7 +28,6 @@ from ckptlib.format.part import FailedPart, Part
 from ckptlib.reporting.contents import Contents
 from ckptlib.reporting.records import Begin, Content, Dropped, FailedSave, Records, Step, Times
 from ckptlib.reporting.times import Marks, times_of
-from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.verify.findings import attempt
 
 INTERVAL = "ckptlib.interval"
@@ -48,23 +46,22 @@ MAX_WORDS = 8
 def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
     """Raises CheckpointNotFound where there is no root, and the store's errors."""
     deadline_s, problems = catalog.root().save_deadline_s, Problems()
-    with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-report") as executor:
-        for _ in range(TRIES):
-            listed = catalog.store.scan(keys.STEPS)
-            put_at = {save: e.modified for e in listed if (save := keys.parse_manifest_key(e.key)) is not None}
-            pinned = {save for e in listed if (save := keys.parse_pin_key(e.key)) is not None}
-            manifests = _manifests(catalog, executor, sorted(put_at), problems)
-            if is_newest_there(catalog, put_at):
-                break
-        generations, lost = catalog.records(put_at, newer=True)
-        problems.add(*lost.values())
-        accounts = read_accounts(catalog)
-        problems.add(*accounts.problems)
-        visible = {*history(manifests, generations)}
-        newest = max(visible, default=None)
-        contents, codings = _contents(catalog, executor, manifests, newest, max_parts, problems)
-        dropped = _dropped(catalog, executor, problems)
-        failed, nbytes_packs = _failed(catalog, executor, {*put_at}, {drop.save for drop in dropped}, problems)
+    for _ in range(TRIES):
+        listed = catalog.store.scan(keys.STEPS)
+        put_at = {save: e.modified for e in listed if (save := keys.parse_manifest_key(e.key)) is not None}
+        pinned = {save for e in listed if (save := keys.parse_pin_key(e.key)) is not None}
+        manifests = _manifests(catalog, sorted(put_at), problems)
+        if is_newest_there(catalog, put_at):
+            break
+    generations, lost = catalog.records(put_at, newer=True)
+    problems.add(*lost.values())
+    accounts = read_accounts(catalog)
+    problems.add(*accounts.problems)
+    visible = {*history(manifests, generations)}
+    newest = max(visible, default=None)
+    contents, codings = _contents(catalog, manifests, newest, max_parts, problems)
+    dropped = _dropped(catalog, problems)
+    failed, nbytes_packs = _failed(catalog, {*put_at}, {drop.save for drop in dropped}, problems)
     marks = Marks()
     for generation, told in accounts.told.items():
         marks.add(generation, told)
@@ -113,11 +110,9 @@ class Problems:
         return [*self._found]
 
 
-def _manifests(
-    catalog: Catalog, executor: Executor, saves: Sequence[SaveId], problems: Problems
-) -> dict[SaveId, Manifest]:
+def _manifests(catalog: Catalog, saves: Sequence[SaveId], problems: Problems) -> dict[SaveId, Manifest]:
     found: dict[SaveId, Manifest] = {}
-    reads = in_order(executor, lambda save: attempt(partial(catalog.manifest, save)), saves)
+    reads = each(lambda save: attempt(partial(catalog.manifest, save)), saves)
     for save, manifest in zip(saves, reads, strict=True):
         if isinstance(manifest, Manifest):
             found[save] = manifest
@@ -170,7 +165,6 @@ def _begin(
 
 def _contents(
     catalog: Catalog,
-    executor: Executor,
     manifests: Mapping[SaveId, Manifest],
     newest: SaveId | None,
     max_parts: int,
@@ -185,7 +179,7 @@ def _contents(
             break
         chosen.append(manifest)
     names = [name for manifest in chosen for name in manifest.parts]
-    reads = in_order(executor, lambda name: attempt(lambda: Part.decode(name, catalog.store.get(name.key))), names)
+    reads = each(lambda name: attempt(lambda: Part.decode(name, catalog.store.get(name.key))), names)
     found: dict[SaveId, Content] = {}
     codings: Codings | None = None
     for manifest in chosen:
@@ -218,9 +212,9 @@ def _layout_of(catalog: Catalog, name: PartName, part: Part) -> Layout:
     return layout
 
 
-def _dropped(catalog: Catalog, executor: Executor, problems: Problems) -> list[Dropped]:
+def _dropped(catalog: Catalog, problems: Problems) -> list[Dropped]:
     entries = [(save, e.modified) for e in catalog.store.scan(keys.TRASH) if (save := keys.parse_trash_key(e.key))]
-    reads = in_order(executor, lambda entry: attempt(partial(catalog.trash_record, entry[0])), entries)
+    reads = each(lambda entry: attempt(partial(catalog.trash_record, entry[0])), entries)
     found = []
     for (save, at), record in zip(entries, reads, strict=True):
         if isinstance(record, TrashRecord):
@@ -231,7 +225,7 @@ def _dropped(catalog: Catalog, executor: Executor, problems: Problems) -> list[D
 
 
 def _failed(
-    catalog: Catalog, executor: Executor, committed: Set[SaveId], dropped: Set[SaveId], problems: Problems
+    catalog: Catalog, committed: Set[SaveId], dropped: Set[SaveId], problems: Problems
 ) -> tuple[list[FailedSave], int]:
     """Saves with objects and without a manifest; and the bytes of all packs."""
     parts: dict[SaveId, list[PartName]] = {}
@@ -258,21 +252,21 @@ def _failed(
                 modified=modified[save],
                 num_parts=len({name.rank for name in names if name.ok}),
                 nbytes=nbytes.get(save, 0),
-                errors=_errors(catalog, executor, [name for name in names if not name.ok], problems),
+                errors=_errors(catalog, [name for name in names if not name.ok], problems),
                 may_come=save.generation == newest and (last is None or save > last),
             )
         )
     return found, sum(nbytes.values())
 
 
-def _errors(catalog: Catalog, executor: Executor, names: Sequence[PartName], problems: Problems) -> dict[int, str]:
+def _errors(catalog: Catalog, names: Sequence[PartName], problems: Problems) -> dict[int, str]:
     """What ranks said of their failures; of those of one save."""
 
     def read(name: PartName) -> FailedPart | CkptError:
         return attempt(lambda: FailedPart.decode(name, catalog.store.get(name.key)))
 
     found: dict[int, str] = {}
-    for name, failed in zip(names[:MAX_WORDS], in_order(executor, read, names[:MAX_WORDS]), strict=True):
+    for name, failed in zip(names[:MAX_WORDS], each(read, names[:MAX_WORDS]), strict=True):
         if isinstance(failed, FailedPart):
             found[name.rank] = failed.error
         elif not isinstance(failed, ObjectNotFound):
