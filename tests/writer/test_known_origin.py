@@ -106,7 +106,7 @@ def test_a_large_one_holds_nobody_up(known: KnownOrigin) -> None:
     assert known.part is not None
     large = replace(known, part=replace(known.part, document=b" " * (8 << 20)))
     ours, theirs = socket.socketpair()
-    with Lent(large) as lent, ours, theirs:
+    with closing(Lent(large)) as lent, ours, theirs:
         Channel(ours).send({"op": "begin", "known": lent.path})
         (told,) = Channel(theirs).receive(150)
         assert borrowed(told["known"]) == large
