@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median
+from typing import TypeVar
 
 from ckptlib.format.account import CLOSED, DIED
 from ckptlib.reporting import scale
@@ -35,6 +36,8 @@ USES = {
 
 COLOURS = ("c-blue", "c-orange", "c-green", "c-violet", "c-yellow", "c-red")
 """Of codecs, raw first; more than these share the last one."""
+
+T = TypeVar("T")
 
 MAX_POINTS = 1500
 """Of a line: more are no longer told apart."""
@@ -111,13 +114,13 @@ def _course(begin: Begin, failed: bool) -> Course | None:
     return Course(kept, lost, end, title + (f", {count(start.steps_lost, 'step')} lost" if start.steps_lost else ""))
 
 
-def _thinned(marks: Sequence[tuple[int, float, float]]) -> list:  # type: ignore[type-arg]
-    every = -(-len(marks) // MAX_POINTS)
-    return [*marks[:-1:every], marks[-1]]
+def _thinned(points: Sequence[T]) -> list[T]:
+    every = max(-(-len(points) // MAX_POINTS), 1)
+    return [*points[:-1:every], *points[-1:]]
 
 
 def _saves(steps: Sequence[Step]) -> Iterable[Dot]:
-    for step in _thinned(steps) if steps else ():  # type: ignore[arg-type]
+    for step in _thinned(steps):
         title = f"step {step.save.step} of generation {step.save.generation.number}, {moment(step.created)}"
         kind = "save" if step.on_history else "behind"
         yield Dot(step.created, float(step.save.step), kind, title + ("" if step.on_history else ": left behind"))

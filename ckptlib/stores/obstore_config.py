@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -279,11 +279,12 @@ def _connection(text: str) -> dict[str, str]:
     return config
 
 
-def _refuse_others(whose: str, given: Mapping[str, object], known: object, where: str = "") -> None:
-    others = sorted(given.keys() - set(known))  # type: ignore[call-overload]
+def _refuse_others(whose: str, given: Mapping[str, object], known: Iterable[str], where: str = "") -> None:
+    known = sorted({*known})
+    others = sorted(given.keys() - known)
     if others:
         place = f" of {where}" if where else ""
         raise ValueError(
-            f"{', '.join(others)}{place}: client 'obstore' has no such option; "
-            f"expected {', '.join(sorted(set(known)))}, as {whose} takes them"  # type: ignore[call-overload]
+            f"{', '.join(others)}{place}: client 'obstore' has no such option; expected {', '.join(known)}, as {whose} "
+            "takes them"
         )
