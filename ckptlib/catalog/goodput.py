@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from ckptlib.format.account import CLOSED, Account, spent_at
+from ckptlib.format.account import CLOSED, Account, Mark, spent_at
 from ckptlib.format.keys import GenerationId
 
 
@@ -18,17 +18,17 @@ from ckptlib.format.keys import GenerationId
 class Spent:
     """Seconds by use. They add up to the whole time."""
 
-    trained: float = 0.0
+    trained: float
     """On steps that count, without the times below: computation, communication, data, evaluation."""
-    stalled: float = 0.0
+    stalled: float
     """By saves of the steps that count: in `after_step`, in `save` and at the fence."""
-    lost: float = 0.0
+    lost: float
     """On steps that a later start did again or went back behind, and on the one that a failure cut short."""
-    restoring: float = 0.0
+    restoring: float
     """From the making of the Checkpointer until `restore` returned."""
-    closing: float = 0.0
+    closing: float
     """From the last step to the end of a start that came to its end: the last commit is waited for."""
-    down: float = 0.0
+    down: float
     """Between starts, until a Checkpointer is made: scheduling, launching, imports."""
 
     @property
@@ -154,30 +154,29 @@ def _limits(accounts: Sequence[Account]) -> list[float]:
 
 def _start(generation: GenerationId, account: Account, limit: float, gap: float, until: float) -> Start:
     """`until`: when the next one began."""
-    marks = account.marks
-    seconds = min(account.seconds, until - account.began)
-    down, skew = max(gap, 0.0), max(-gap, 0.0)
-    if not marks:
-        rest = max(seconds - account.restoring_s, 0.0)
-        over = Spent(restoring=account.restoring_s, down=down, **_ending(account, rest))
-        return Start(generation, account.began, None, None, 0, account.end, over, skew)
-    first, last = marks[0].step, marks[-1].step
-    counts = max(min(limit, last), first)
+    marks = account.marks or (Mark(0, 0.0, 0.0),)  # where it never trained
+    first, last = marks[0], marks[-1]
+    counts = max(min(limit, last.step), first.step)
     trained, stalled = spent_at(marks, counts)
-    rest = max(seconds - account.restoring_s - marks[-1].trained_s - marks[-1].stalled_s, 0.0)
-    ending = _ending(account, rest)
+    seconds = min(account.seconds, until - account.began)
+    # A step that was cut short, or the wait for the last commit.
+    rest = max(seconds - account.restoring_s - last.trained_s - last.stalled_s, 0.0)
+    closed = account.end == CLOSED
     spent = Spent(
         trained=trained,
         stalled=stalled,
-        lost=marks[-1].trained_s - trained + marks[-1].stalled_s - stalled + ending["lost"],
+        lost=last.trained_s - trained + last.stalled_s - stalled + (0.0 if closed else rest),
         restoring=account.restoring_s,
-        closing=ending["closing"],
-        down=down,
+        closing=rest if closed else 0.0,
+        down=max(gap, 0.0),
     )
-    return Start(generation, account.began, first, last, last - int(counts), account.end, spent, skew)
-
-
-def _ending(account: Account, rest: float) -> dict[str, float]:
-    """The time after the last step: a step that was cut short, or the wait for the last commit."""
-    closed = account.end == CLOSED
-    return {"lost": 0.0 if closed else rest, "closing": rest if closed else 0.0}
+    return Start(
+        generation=generation,
+        began=account.began,
+        first=first.step if account.marks else None,
+        last=last.step if account.marks else None,
+        steps_lost=last.step - int(counts),
+        end=account.end,
+        spent=spent,
+        skew=max(-gap, 0.0),
+    )

@@ -20,14 +20,14 @@ from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.errors import CheckpointNotFound, CkptError, ObjectNotFound
 from ckptlib.format import keys
-from ckptlib.format.account import Account, decode_account, interval_why
+from ckptlib.format.account import Account, interval_why
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Generation, Manifest, TrashRecord
 from ckptlib.format.part import FailedPart, Part
 from ckptlib.reporting.contents import Contents
 from ckptlib.reporting.records import Begin, Content, Dropped, FailedSave, Records, Step, Times
-from ckptlib.reporting.times import Marks, times_of
+from ckptlib.reporting.times import Marks, marks_of, times_of
 from ckptlib.verify.findings import attempt
 
 INTERVAL = "ckptlib.interval"
@@ -62,11 +62,7 @@ def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
     contents, codings = _contents(catalog, manifests, newest, max_parts, problems)
     dropped = _dropped(catalog, problems)
     failed, nbytes_packs = _failed(catalog, {*put_at}, {drop.save for drop in dropped}, problems)
-    marks = Marks()
-    for generation, told in accounts.told.items():
-        marks.add(generation, told)
-    for save, manifest in manifests.items():
-        marks.add(save.generation, decode_account(manifest.account, save.manifest_key))
+    marks = marks_of(accounts.told, manifests.values())
     in_memory = {of for of, record in generations.items() if record.domains}
     times = times_of(manifests.values(), put_at, marks, deadline_s, in_memory)
     best = _best(catalog, manifests, visible)

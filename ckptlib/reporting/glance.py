@@ -14,13 +14,13 @@ from ckptlib.catalog.history import history
 from ckptlib.catalog.resolving import TRIES
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
-from ckptlib.format.account import Account, decode_account
+from ckptlib.format.account import Account
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import FailedPart
 from ckptlib.reporting.gather import INTERVAL
 from ckptlib.reporting.records import Times
-from ckptlib.reporting.times import Marks, times_of
+from ckptlib.reporting.times import marks_of, times_of
 from ckptlib.verify.findings import attempt
 
 RECENT = 8
@@ -178,13 +178,8 @@ def _recent(
     generations: Mapping[GenerationId, Generation],
 ) -> list[Recent]:
     """Of one more than there is room for, the first one only tells the others' intervals."""
-    marks = Marks()
-    for generation in {manifest.save.generation for manifest in manifests}:
-        marks.add(generation, told.get(generation))
-    for manifest in manifests:
-        marks.add(manifest.save.generation, decode_account(manifest.account, manifest.save.manifest_key))
     in_memory = {of for of, record in generations.items() if record.domains}
-    times = times_of(manifests, put_at, marks, deadline_s, in_memory)
+    times = times_of(manifests, put_at, marks_of(told, manifests), deadline_s, in_memory)
     return [
         Recent(
             save=manifest.save,

@@ -7,11 +7,11 @@ dropped are in the accounts of those that stayed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ckptlib.format.account import Account, Mark
+from ckptlib.format.account import Account, Mark, decode_account
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.reporting.records import Times
@@ -60,6 +60,16 @@ class Marks:
     def of(self, generation: GenerationId) -> tuple[Mark, ...]:
         """All that are known, ascending."""
         return tuple(sorted(self.course(generation).marks))
+
+
+def marks_of(accounts: Mapping[GenerationId, Account], manifests: Iterable[Manifest]) -> Marks:
+    """Of the starts that left accounts, and of what manifests tell of theirs."""
+    marks = Marks()
+    for generation, account in accounts.items():
+        marks.add(generation, account)
+    for manifest in manifests:
+        marks.add(manifest.save.generation, decode_account(manifest.account, manifest.save.manifest_key))
+    return marks
 
 
 def times_of(
