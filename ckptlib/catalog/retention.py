@@ -313,7 +313,7 @@ def _drop(
     for some in _batches(saves):
         _check_may_delete(catalog, generation)
         elapsed = Elapsed()
-        records = [record_of(catalog, save, "dropped by retention") for save in some]
+        records = [record_of(catalog, save) for save in some]
         foreign = _put_records(catalog.store, records)
         if foreign:
             _drop_stale(catalog, generation, _stale_records(catalog, foreign))
@@ -357,7 +357,7 @@ def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: 
         there = {*catalog.store.scan(keys.TRASH)}
         saves = [save for entry in some if entry in there and (save := keys.parse_trash_key(entry.key)) is not None]
         if saves:
-            records = [record_of(catalog, save, "dropped by retention") for save in saves]
+            records = [record_of(catalog, save) for save in saves]
             if _is_late(catalog, elapsed):
                 log.warning("it took so long to look at old trash records that they may be new: the next sweep does")
                 continue

@@ -34,6 +34,8 @@ FEW = 4
 TAKEN_BACK = "committed too late"
 """The reason in the trash record of a step that was taken back: a sweep may have deleted its packs before that."""
 
+DROPPED = "dropped by retention"
+
 Needed = Mapping[PackSet, "frozenset[int] | None"]
 """Of sets of packs: the ranks whose packs of it are needed; None: all."""
 
@@ -220,15 +222,15 @@ def _own(save: SaveId, created: float) -> dict[PackSet, float]:
     return {PackSet(save): created, PackSet(save, carried=True): created}
 
 
-def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:
+def record_of(catalog: Catalog, save: SaveId) -> TrashRecord:
     """The trash record of a committed step that is dropped. One whose manifest cannot be read has no readers."""
     try:
         stand = catalog.stand(save)
     except CheckpointNotFound:  # another sweep was faster
-        return _record_there(catalog, save) or TrashRecord(save, reason)
+        return _record_there(catalog, save) or TrashRecord(save, DROPPED)
     except UNREADABLE:
-        return TrashRecord(save, reason)
-    return TrashRecord(save, reason, stand.uses, stand.users, stand.created, stand.layouts)
+        return TrashRecord(save, DROPPED)
+    return TrashRecord(save, DROPPED, stand.uses, stand.users, stand.created, stand.layouts)
 
 
 def _record_there(catalog: Catalog, save: SaveId) -> TrashRecord | None:

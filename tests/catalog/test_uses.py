@@ -18,7 +18,7 @@ from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
-from ckptlib.catalog.uses import add_needed, is_needed, needed_by, record_of, times_of
+from ckptlib.catalog.uses import DROPPED, add_needed, is_needed, needed_by, record_of, times_of
 from ckptlib.errors import CorruptData, FormatError, SaveFailed
 from ckptlib.format import keys, manifest
 from ckptlib.format.keys import GenerationId, PackSet, SaveId
@@ -180,7 +180,7 @@ def test_a_step_whose_own_manifest_is_damaged_keeps_its_packs(job: SmallJob) -> 
 def test_the_record_of_a_step_that_was_taken_back_keeps_nothing(job: SmallJob) -> None:
     """A sweep may have deleted its packs before: that of a dropped step is put before any of them goes."""
     _, second = saves(job)
-    dropped, taken_back = record_of(catalog_of(job), second, "dropped").encode(), [PackSet(second)]
+    dropped, taken_back = record_of(catalog_of(job), second).encode(), [PackSet(second)]
     take_back(catalog_of(job), second)
     with pytest.raises(SaveFailed, match=f"packs of {second}, which no committed step uses any more"):
         times_of(catalog_of(job), NEW, by_all(taken_back))
@@ -248,7 +248,7 @@ def test_what_a_step_uses_that_was_dropped_lately_stays_for_its_readers(job: Sma
 def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob) -> None:
     first, second = saves(job)
     listed = catalog_of(job).saves()
-    job.store.put(second.trash_key, record_of(catalog_of(job), second, "").encode())
+    job.store.put(second.trash_key, record_of(catalog_of(job), second).encode())
     job.store.delete(second.manifest_key)
     assert {*needed_by(catalog_of(job), listed, [])} == {PackSet(first)}
 
@@ -338,7 +338,7 @@ def test_a_save_that_is_committed_and_dropped_after_it_was_condemned(job: SmallJ
     catalog = catalog_of(job)
     job.store.put(second.trash_key, TrashRecord(second, "never committed").encode())
     assert {*needed_by(catalog, [], [second])} == set()
-    replace_object(job.store, second.trash_key, record_of(catalog, second, "dropped").encode())
+    replace_object(job.store, second.trash_key, record_of(catalog, second).encode())
     assert {*needed_by(catalog, [], [second])} == {PackSet(first)}
 
 
@@ -348,20 +348,20 @@ def test_a_save_that_is_committed_and_dropped_after_it_was_condemned(job: SmallJ
 def test_the_record_of_a_dropped_step_says_what_it_used(job: SmallJob) -> None:
     first, second = saves(job)
     layouts = tuple(job.catalog().manifest(second).layouts)
-    assert record_of(catalog_of(job), second, "why") == TrashRecord(
-        second, "why", {PackSet(first): 1e9}, {}, 1e9 + HOUR_S, layouts
+    assert record_of(catalog_of(job), second) == TrashRecord(
+        second, DROPPED, {PackSet(first): 1e9}, {}, 1e9 + HOUR_S, layouts
     )
     replace_object(job.store, second.manifest_key, b"torn")
-    assert record_of(catalog_of(job), second, "why") == TrashRecord(second, "why")
+    assert record_of(catalog_of(job), second) == TrashRecord(second, DROPPED)
 
 
 def test_the_record_of_a_step_that_another_sweep_has_dropped_is_what_that_said(job: SmallJob) -> None:
     first, second = saves(job)
-    record = record_of(catalog_of(job), second, "why")
+    record = record_of(catalog_of(job), second)
     job.store.put(second.trash_key, record.encode())
     job.store.delete(second.manifest_key)
-    assert record_of(catalog_of(job), second, "again") == record
-    assert record_of(catalog_of(job), first, "alone").uses == {}
+    assert record_of(catalog_of(job), second) == record
+    assert record_of(catalog_of(job), first).uses == {}
 
 
 # -- the commit
