@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from ckptlib.errors import StoreError
+from ckptlib.format import keys
 from ckptlib.policy.patterns import covers
 from ckptlib.stores import Store
 
@@ -19,7 +20,7 @@ PATTERNS = {
 }
 """Names by which checkpoints are known, without their directories."""
 
-OWN = {"packs", "parts", "steps", "layouts", "generations", "trash", "pins", "copies"}
+OWN = (keys.PACKS, keys.PARTS, keys.STEPS, keys.LAYOUTS, keys.GENERATIONS, keys.TRASH, keys.COPIES)
 """Directories of a root; packs are safetensors files, too."""
 
 MOST = 1000
@@ -32,9 +33,9 @@ def foreign(names: Iterable[str]) -> dict[str, str]:
     """Of files beside the root's own: each that is a checkpoint's by its name, and which library it is probably of."""
     found: dict[str, str] = {}
     for name in names:
-        directory, _, last = name.rpartition("/")
-        if directory.partition("/")[0] in OWN:
+        if name.startswith(OWN):
             continue
+        last = name.rpartition("/")[2]
         for library, patterns in PATTERNS.items():
             if any(covers(pattern, last) for pattern in patterns):
                 found.setdefault(name, library)

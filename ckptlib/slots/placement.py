@@ -10,7 +10,7 @@ others do, and within it rank meets rank that holds the same: what both have nee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptlib.words import listed
@@ -36,19 +36,11 @@ class ReplicaMap:
         """The ranks whose replicas a rank keeps, ascending."""
         return tuple(origin for origin, holders in enumerate(self.holders) if rank in holders)
 
-    def lost(self, domains: Collection[str]) -> tuple[int, ...]:
-        """The ranks of whose snapshots no copy is left, their own included, when these domains are gone."""
-        gone = frozenset(domains)
-        return tuple(rank for rank in range(len(self.domains)) if self._homes(rank) <= gone)
-
     @property
     def num_losses_survived(self) -> int:
         """As many domains may be gone, whichever they are, with a copy left of every rank's snapshots."""
-        return min(len(self._homes(rank)) for rank in range(len(self.domains))) - 1
-
-    def _homes(self, rank: int) -> frozenset[str]:
-        """Every domain with a copy of a rank's snapshots."""
-        return frozenset(self.domains[r] for r in (rank, *self.holders[rank]))
+        homes = ({self.domains[r] for r in (rank, *holders)} for rank, holders in enumerate(self.holders))
+        return min(map(len, homes)) - 1
 
 
 def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> ReplicaMap:
