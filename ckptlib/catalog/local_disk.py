@@ -60,8 +60,10 @@ def open_disk(path: str, root: Root, store: Store | None) -> None:
         if store is not None and not is_root:
             probe = f"{PROBE}{keys.new_nonce()}"
             disk.put(probe, b"")
-            is_root = store.entry(probe) is not None
-            disk.delete(probe)
+            try:
+                is_root = store.entry(probe) is not None
+            finally:
+                disk.delete(probe)
     if is_root:
         raise ValueError(f"local={path}: is a root of its own, or the job's; give the local tier another directory")
     if found.id != root.id:

@@ -320,6 +320,13 @@ def test_a_disk_belongs_to_one_root(tmp_path: Path) -> None:
         open_disk(str(tmp_path / "disk"), second, bucket)
 
 
+def test_nothing_stays_on_a_disk_where_the_store_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "bucket").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(StoreError, match="leads nowhere"):
+        open_disk(str(tmp_path / "disk"), Root("a" * 32, "xxh3", 60.0), LocalStore(str(tmp_path / "bucket")))
+    assert [path.name for path in (tmp_path / "disk").iterdir() if path.name != ".tmp"] == ["ckptlib.json"]
+
+
 @pytest.mark.parametrize("at", [10, 40, 80], ids=["form", "digest", "id"])
 def test_a_damaged_document_says_what_to_do(tmp_path: Path, at: int) -> None:
     root, disk = Root("a" * 32, "xxh3", 60.0), tmp_path / "disk"
