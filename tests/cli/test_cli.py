@@ -27,6 +27,7 @@ from ckptlib.format import keys
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.verify.findings import Damage
+from ckptlib.words import cut, last, listed, one_line, span
 
 # -- the command itself
 
@@ -154,6 +155,14 @@ def test_times_that_are_compared() -> None:
     assert [seconds(s) for s in (0.0004, 1, 119.94, 120, 7199, 7200, 252_720, 9e6, -5)] == [
         *("0.4 ms", "1.0 s", "119.9 s", "2.0 min", "120.0 min", "2.0 h", "70.2 h", "2,500.0 h", "-5 s"),
     ]
+
+
+def test_what_is_cut() -> None:
+    assert [listed(range(n), 2) for n in (0, 2, 3)] == ["", "0, 1", "0, 1, ..."]
+    assert [last(range(n), 2) for n in (0, 2, 3)] == ["", "0, 1", "..., 1, 2"]
+    assert [cut("abcdef", most) for most in (6, 5)] == ["abcdef", "ab..."]
+    assert one_line(" a\n\n b ") == "a; b"
+    assert [span(steps) for steps in ([7], [10, 30, 20])] == ["step 7", "3 steps from 10 to 30"]
 
 
 def test_nothing_from_a_store_orders_the_terminal_about() -> None:
