@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from typing_extensions import Buffer, Self
 
@@ -95,9 +94,7 @@ class DirectFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._executor.shutdown()
         self._buffers.clear()  # a view of one may live on in the trace of an error
 

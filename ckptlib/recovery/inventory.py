@@ -60,16 +60,8 @@ class Found:
     def to_json(self) -> list[object]:
         s = self.snapshot
         return [
-            str(s.save),
-            s.number,
-            s.world_size,
-            self.rank,
-            self.memory,
-            self.path,
-            self.layout,
-            self.layout_nbytes,
-            self.body_nbytes,
-            self.check,
+            *(str(s.save), s.number, s.world_size, self.rank, self.memory, self.path),
+            *(self.layout, self.layout_nbytes, self.body_nbytes, self.check),
         ]
 
     @classmethod

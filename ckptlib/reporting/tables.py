@@ -63,17 +63,8 @@ def short(text: str) -> str:
 
 def starts(found: Records) -> Element:
     header = (
-        "generation",
-        "began (UTC)",
-        "host",
-        "ranks",
-        "went on from",
-        "restored in",
-        "steps",
-        "lost",
-        "snapshots",
-        "down before",
-        "end",
+        *("generation", "began (UTC)", "host", "ranks", "went on from", "restored in", "steps", "lost", "snapshots"),
+        *("down before", "end"),
     )
     rows = [_start(begin) for begin in found.begins]
     words = "Each start of the job, and each rewind. A start that resumed says from which step, and where it read that."
@@ -240,17 +231,8 @@ def steps(found: Records) -> Element:
         return section("Steps", tag("p", "None is committed."))
     with_metrics = any(step.metrics for step in found.steps)
     header = [
-        "step",
-        "generation",
-        "taken (UTC)",
-        "ranks",
-        "logical",
-        "written",
-        "uses",
-        "stall",
-        "persist",
-        "",
-        "metrics",
+        *("step", "generation", "taken (UTC)", "ranks", "logical", "written", "uses", "stall", "persist"),
+        *("", "metrics"),
     ]
     rows = [_step(step) for step in found.steps]
     if not with_metrics:

@@ -14,7 +14,6 @@ import errno
 import os
 import re
 import secrets
-from types import TracebackType
 
 from typing_extensions import Buffer, Self
 
@@ -118,9 +117,7 @@ class LocalUpload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
