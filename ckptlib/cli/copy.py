@@ -10,11 +10,12 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.copying import CopiedPacks, commit_copy, copy_packs, lineage_of, open_copy
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Output, count, duration, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.progress import progress
 from ckptlib.errors import CorruptData
 from ckptlib.stores import Store
 from ckptlib.verify.root import verify_save
+from ckptlib.words import count, duration, size
 
 MAX_FINDINGS = 3
 """That an error names."""

@@ -18,12 +18,13 @@ from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.catalog.shards import PartIndex
 from ckptlib.cli.changes import Changed, ShardDiffer, ValueChanges, count_rank, count_tensor
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Cell, Output, count, cut, size
+from ckptlib.cli.output import Cell, Output
 from ckptlib.cli.show import MAX_VALUE_WIDTH, Tensor, merged, part_of
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import THREADS
+from ckptlib.words import count, cut, size
 
 
 @dataclass(slots=True)

@@ -15,13 +15,14 @@ from rich.text import Text
 from ckptlib.cli import host
 from ckptlib.cli.host import Check
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Output, duration, plain, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.probe import document
 from ckptlib.errors import CkptError
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import PART_NBYTES, RUN_BYTES, THREADS
 from ckptlib.stores.measure import Speeds, Transfer, line, measure
 from ckptlib.stores.probe import probe
+from ckptlib.words import duration, plain, size
 
 SLOW_REQUEST_S = 1.0
 """A store whose small requests take longer makes every commit wait."""

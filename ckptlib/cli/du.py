@@ -12,7 +12,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.uses import add_needed
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Cell, Output, count, size
+from ckptlib.cli.output import Cell, Output
 from ckptlib.cli.usage import PacksUsage, StepUsage, Usage
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
@@ -21,6 +21,7 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.verify.findings import attempt
+from ckptlib.words import count, size
 
 MAX_MISSING = 5
 """Packs that are not there, and that people are told of by name."""

@@ -7,7 +7,7 @@ import time
 import click
 
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Output, count, duration, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.progress import progress
 from ckptlib.exporting.casting import dtype_of
 from ckptlib.exporting.export import FORMATS, SAFETENSORS, ExportOrder, export_opened, local_path
@@ -15,6 +15,7 @@ from ckptlib.exporting.files import parse_size
 from ckptlib.exporting.names import Naming
 from ckptlib.reading.opened import open
 from ckptlib.stores.secrets import without_userinfo
+from ckptlib.words import count, duration, size
 
 
 @click.command("export", short_help="Write a step's tensors for other libraries.")

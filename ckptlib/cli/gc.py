@@ -14,12 +14,13 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, last, size, somebody_answers
+from ckptlib.cli.output import Output, somebody_answers
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.policy.best import MODES
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
+from ckptlib.words import count, duration, last, size
 
 MOST_HOURS = 24 * 366 * 1000
 """As much as a time may be, roughly."""

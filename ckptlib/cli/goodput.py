@@ -10,10 +10,11 @@ from ckptlib.catalog.accounts import Accounts, read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import Goodput, Start, goodput
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, moment, seconds
+from ckptlib.cli.output import Output
 from ckptlib.format.account import CLOSED, DIED
 from ckptlib.reporting.plots import USES
 from ckptlib.stores import Store
+from ckptlib.words import count, moment, seconds
 
 MAX_STARTS = 40
 """Lines of the table; --json has all."""

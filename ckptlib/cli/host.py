@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ckptlib.cli.output import size
 from ckptlib.slots import files
 from ckptlib.slots.files import MEMORY, SlotFile
+from ckptlib.words import size
 
 LEAST_FREE_BYTES = 1 << 30
 """Less than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""

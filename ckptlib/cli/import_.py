@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Output, count, duration, plain, size
+from ckptlib.cli.output import Output
 from ckptlib.format.keys import MAX_STEP
 from ckptlib.stores.secrets import without_userinfo
+from ckptlib.words import count, duration, plain, size
 
 CONVERT = "ckptlib.imports.convert"
 

@@ -15,7 +15,7 @@ from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.cli.local_disk import Disk, DiskShare, on_disk
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
+from ckptlib.cli.output import Cell, Output
 from ckptlib.cli.stands import Stands, stands_of
 from ckptlib.cli.tree import Branch, branches, print_tree
 from ckptlib.cli.tree import document as tree_document
@@ -23,6 +23,7 @@ from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFo
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
+from ckptlib.words import age, count, metrics, plain, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,26 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from ckptlib.words import age, count, cut, duration, last, metrics, moment, one_line, plain, ranks, seconds, size, span
-
-__all__ = [
-    "Cell",
-    "Output",
-    "age",
-    "count",
-    "cut",
-    "duration",
-    "last",
-    "metrics",
-    "moment",
-    "one_line",
-    "plain",
-    "ranks",
-    "seconds",
-    "size",
-    "somebody_answers",
-    "span",
-]
+from ckptlib.words import one_line, plain
 
 Cell = str | Text
 

@@ -15,7 +15,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import goodput
 from ckptlib.cli.ls import committed
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Output, count, duration, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.quantities import COUNT, SIZE, SPAN
 from ckptlib.errors import CheckpointNotFound
 from ckptlib.format import keys
@@ -25,6 +25,7 @@ from ckptlib.sizing.parameters import MOMENTS, NO_OPTIMIZER, PRECISIONS, per_par
 from ckptlib.sizing.plan import Plan, Question, Subject
 from ckptlib.stores import Store
 from ckptlib.stores.measure import measure
+from ckptlib.words import count, duration, size
 
 MEASURED_LEAST, MEASURED_MOST, MEASURED_MOST_LOCAL = (n * 1024 * 1024 for n in (16, 128, 512))
 """Bytes that a store is measured with: as many as a rank has, within these. A local one is fast, and slower where few

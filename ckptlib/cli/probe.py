@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import click
 
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, duration, size
+from ckptlib.cli.output import Output
 from ckptlib.stores import Store
 from ckptlib.stores.measure import Speeds, Transfer, line, measure
+from ckptlib.words import duration, size
 
 
 @click.command("probe", short_help="Measure a store.")

@@ -10,12 +10,13 @@ import click
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.stands import stands_of
 from ckptlib.errors import ObjectExists
 from ckptlib.format import documents
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
+from ckptlib.words import count, size
 
 
 @click.command("refresh", short_help="Have the next save write again what older steps hold.")

@@ -10,11 +10,12 @@ import click
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, size
+from ckptlib.cli.output import Output
 from ckptlib.errors import CkptError
 from ckptlib.reporting.gather import gather
 from ckptlib.reporting.page import page
 from ckptlib.stores import Store
+from ckptlib.words import count, size
 
 STDOUT = "-"
 

@@ -17,12 +17,13 @@ from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, last, plain, somebody_answers
+from ckptlib.cli.output import Output, somebody_answers
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.stores import Store
+from ckptlib.words import count, duration, last, plain
 
 RECENT_S = 600.0
 """A job that has put a step or its record less long ago may still run."""

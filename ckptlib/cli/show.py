@@ -19,7 +19,7 @@ from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, age, count, cut, last, metrics, moment, plain, ranks, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.stands import stands_of
 from ckptlib.codecs.registry import RAW
 from ckptlib.format import keys, sharding
@@ -30,6 +30,7 @@ from ckptlib.format.part import Part
 from ckptlib.policy.best import MODES, Best
 from ckptlib.stores import Store
 from ckptlib.verify.findings import attempt
+from ckptlib.words import age, count, cut, last, metrics, moment, plain, ranks, size
 
 MAX_VALUE_WIDTH = 100
 """Longer values are cut for people; JSON has them whole."""

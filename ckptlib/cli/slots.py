@@ -10,11 +10,12 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.output import Cell, Output, count, plain, size
+from ckptlib.cli.output import Cell, Output
 from ckptlib.format.manifest import Generation
 from ckptlib.slots import files
 from ckptlib.slots.files import SlotFile
 from ckptlib.slots.placement import ReplicaMap, place
+from ckptlib.words import count, plain, size
 
 
 @click.command("slots", short_help="Show the snapshots in this host's memory.")

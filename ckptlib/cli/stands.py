@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptlib.cli.output import age
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest
+from ckptlib.words import age
 
 
 @dataclass(frozen=True, slots=True)

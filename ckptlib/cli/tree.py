@@ -9,9 +9,10 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.history import limits_of
-from ckptlib.cli.output import Output, age, count, plain, span
+from ckptlib.cli.output import Output
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
+from ckptlib.words import age, count, plain, span
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, plain, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.progress import progress
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
@@ -20,6 +20,7 @@ from ckptlib.stores import Store
 from ckptlib.verify.findings import Finding, attempt
 from ckptlib.verify.root import verify_root, verify_save
 from ckptlib.verify.shared_chunks import SharedChunks
+from ckptlib.words import count, duration, plain, size
 
 MAX_SHARDS = 3
 """Of a finding, that people see; JSON has all."""

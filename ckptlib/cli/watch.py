@@ -15,11 +15,12 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, cut, duration, moment, one_line, plain, seconds, size
+from ckptlib.cli.output import Output
 from ckptlib.cli.quantities import SPAN
 from ckptlib.errors import CkptError
 from ckptlib.reporting.glance import Glance, Recent, Watcher
 from ckptlib.stores import Store
+from ckptlib.words import count, cut, duration, moment, one_line, plain, seconds, size
 
 MAX_FAILED = 3
 """Failed saves that people see, the newest ones; JSON has all."""

@@ -22,12 +22,12 @@ from rich.text import Text
 from support import make_generation, make_root, make_save, state
 
 from ckptlib.cli.options import OPTIONS_VARIABLE
-from ckptlib.cli.output import Output, duration, plain, seconds, size
+from ckptlib.cli.output import Output
 from ckptlib.format import keys
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.verify.findings import Damage
-from ckptlib.words import cut, last, listed, one_line, span
+from ckptlib.words import cut, duration, last, listed, one_line, plain, seconds, size, span
 
 # -- the command itself
 

@@ -8,12 +8,12 @@ from helpers.commands import Ckptlib, files, of_step
 from helpers.increments import SIDE
 from support import make_root, make_save, state
 
-from ckptlib.cli.output import size
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.values import Json
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
+from ckptlib.words import size
 
 LARGE = SIDE * SIDE * 4
 
