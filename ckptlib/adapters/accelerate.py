@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.jobs import at_exit
 from ckptlib.policy.codec import AUTO, Asked
-from ckptlib.ranks.together import together, together_at_length
+from ckptlib.ranks.together import by_rank_0, together_at_length
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.state.leaf import PerRank
@@ -292,11 +292,9 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
             raise ValueError(f"{folder} is no directory")
         return parse_save(name) if name else None
 
-    def _on_rank_0(self, what: str, call: Any) -> str:
+    def _on_rank_0(self, what: str, call: Callable[[], str]) -> str:
         """What rank 0 finds. Collective."""
-        group = registry.group(None)
-        told = together(group, what, lambda: call().encode() if group.rank == 0 else b"")
-        return group.broadcast(told).decode()
+        return by_rank_0(registry.group(None), what, lambda: call().encode()).decode()
 
     def _settle_done(self) -> None:
         """Forgets saves that are done, as rank 0 sees it: else ranks that hear of a failure at different times would

@@ -33,7 +33,7 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
 from ckptlib.ranks.meeting import meet
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0
 from ckptlib.reading.opened import CheckpointReader
 from ckptlib.reading.opened import open as ckptlib_open
 from ckptlib.saving.pending import Pending
@@ -291,11 +291,8 @@ def _newest_committed(
 ) -> int:
     """-1 for none. Collective; rank 0 asks the store. Raises StateError for a root with the steps of a run."""
     meet(process_group, url, "save", api.CALL_TIMEOUT)
-    group = registry.group(process_group)
 
-    def newest() -> bytes | None:
-        if group.rank != 0:
-            return None
+    def newest() -> bytes:
         with open_store(url, storage_options) as store:
             catalog = Catalog(store)
             saves = catalog.visible()
@@ -308,7 +305,7 @@ def _newest_committed(
             )
         return str(max((save.step for save in saves), default=-1)).encode()
 
-    return int(group.broadcast(together(group, f"looking for the checkpoint of {url}", newest)))
+    return int(by_rank_0(registry.group(process_group), f"looking for the checkpoint of {url}", newest))
 
 
 def _refuse_planning(

@@ -22,7 +22,7 @@ from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
 from ckptlib.adapters.trainer_run import UNUSABLE, TrainerRun, checkpoints_in, state_of
 from ckptlib.format.keys import SaveId, parse_save
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0
 from ckptlib.saving.registry import registry
 
 if TYPE_CHECKING:
@@ -176,28 +176,22 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _named_by(self, checkpoint: str) -> SaveId | None:
         """As rank 0 reads it. Collective."""
-        group = registry.group(None)
-        told = together(
-            group,
-            f"reading {checkpoint}",
-            lambda: str(step_of(Path(checkpoint)) or "").encode() if group.rank == 0 else b"",
+        told = by_rank_0(
+            registry.group(None), f"reading {checkpoint}", lambda: str(step_of(Path(checkpoint)) or "").encode()
         )
-        name = group.broadcast(told).decode()
+        name = told.decode()
         return parse_save(name) if name else None
 
     def _to_try(self) -> list[str]:
         """The checkpoints of the output directory, newest first; as rank 0 sees them. Collective."""
-        group = registry.group(None)
         directory = Path(self._get_output_dir(None))
 
         def look() -> bytes:
-            if group.rank != 0:
-                return b""
             found = checkpoints_in(directory, self.ckptlib_root, self.ckptlib_options)
             return json.dumps([*map(str, found)]).encode()
 
-        told = together(group, f"looking for checkpoints in {directory}", look)
-        return [str(path) for path in json.loads(group.broadcast(told))]
+        told = by_rank_0(registry.group(None), f"looking for checkpoints in {directory}", look)
+        return [str(path) for path in json.loads(told)]
 
 
 class _Events(TrainerCallback):  # type: ignore[misc]

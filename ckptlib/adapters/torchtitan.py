@@ -29,7 +29,7 @@ from ckptlib.exporting.asked import Export
 from ckptlib.imports.beginning import Init
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.when import First, Policy, Steps
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0
 from ckptlib.saving.registry import registry
 from ckptlib.state.made_tensors import made_in
 from ckptlib.stores import open_store
@@ -120,16 +120,13 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         """Whether what is loaded is step 0, which has the model alone. Collective."""
         if step != -1:
             return step == 0
-        group = registry.group(None)
 
         def newest() -> bytes:
-            if group.rank:
-                return b""
             with open_store(self.folder, self._storage_options) as store, suppress(CheckpointNotFound):
                 return str(Catalog(store).resolve("latest").step).encode()
             return b""
 
-        return group.broadcast(together(group, f"looking for the newest step of {self.folder}", newest)) == b"0"
+        return by_rank_0(registry.group(None), f"looking for the newest step of {self.folder}", newest) == b"0"
 
     @property
     def _storage_options(self) -> Mapping[str, object] | None:

@@ -51,19 +51,17 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         """
         assert args.device is not None  # asking for it has Accelerate make the process group
         group = registry.group(None)
-        found: list[Path] = []
 
-        def look() -> None:
-            if group.rank == 0:
-                found.extend(self._prepared(Path(args.output_dir).absolute()))
+        def look() -> str:
+            return "" if group.rank else str(self._prepared(Path(args.output_dir).absolute()) or "")
 
-        together_at_length(group, f"looking for checkpoints in {args.output_dir}", look)
-        path = group.broadcast("".join(map(str, found)).encode()).decode()
+        found = together_at_length(group, f"looking for checkpoints in {args.output_dir}", look)
+        path = group.broadcast(found.encode()).decode()
         self._resumed = Path(path) if path else None
         return path or None
 
-    def _prepared(self, directory: Path) -> list[Path]:
-        """The newest one that can be resumed from, with its weights; or none, where there is none."""
+    def _prepared(self, directory: Path) -> Path | None:
+        """The newest one that can be resumed from, with its weights; None where there is none."""
         failed: CkptError | None = None
         for folder in checkpoints_in(directory, self._root, self._options):
             try:
@@ -75,10 +73,10 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
                 log.error("%s cannot be resumed from and is skipped: %s", folder, error)
                 failed = failed or error
             else:
-                return [folder]
+                return folder
         if failed is not None:
             raise failed
-        return []
+        return None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **seen: Any) -> None:
         before, self._run = self._run, None

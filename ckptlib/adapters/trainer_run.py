@@ -30,7 +30,7 @@ from ckptlib.errors import (
 )
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.when import policy_of
-from ckptlib.ranks.together import together, together_at_length
+from ckptlib.ranks.together import by_rank_0, together, together_at_length
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.stores import absolute, open_store
@@ -174,12 +174,10 @@ class TrainerRun:
         folder = self._directory / f"{PREFIX}{step}"
 
         def look() -> bytes:
-            if self._group.rank or not step:
-                return b""
             begun = step == self._trainer.state.global_step or any(name == folder.name for name, _ in self._under_way)
-            return b"there" if begun or folder.is_dir() else b""
+            return b"there" if step and (begun or folder.is_dir()) else b""
 
-        return bool(self._group.broadcast(together(self._group, f"looking for {folder}", look)))
+        return bool(by_rank_0(self._group, f"looking for {folder}", look))
 
     def _is_due(self, step: int) -> bool:
         """What Trainer will ask for, as far as can be told beforehand: such a save is copied beside the training."""
@@ -249,9 +247,9 @@ class TrainerRun:
         with others. Collective."""
 
         def look() -> bytes:
-            return b"lost" if self._group.rank == 0 and self._bests and not Path(self._bests[-1]).is_dir() else b""
+            return b"lost" if self._bests and not Path(self._bests[-1]).is_dir() else b""
 
-        while self._group.broadcast(together(self._group, "looking for the best checkpoint", look)):
+        while by_rank_0(self._group, "looking for the best checkpoint", look):
             log.warning("%s has the best model, but is not there", self._trainer.state.best_model_checkpoint)
             del self._bests[-1:]
             self._trainer.state.best_model_checkpoint = self._bests[-1] if self._bests else None

@@ -9,7 +9,7 @@ from ckptlib.format.keys import parse_save
 from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0
 from ckptlib.reading.committed import Committed
 
 
@@ -21,9 +21,7 @@ def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None =
 def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
     """As `resolve`: what says all of it."""
 
-    def find() -> bytes | None:
-        if group.rank != 0:
-            return None
+    def find() -> bytes:
         found, document = resolve_document(catalog, step, best)
         unread = [document]
 
@@ -34,7 +32,7 @@ def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best
         document = decoded(catalog.store, lambda: unread.pop() if unread else catalog.manifest_document(found), decode)
         return str(found).encode() + b"\n" + document
 
-    data = group.broadcast(together(group, f"resolving step {step}", find))
+    data = by_rank_0(group, f"resolving step {step}", find)
     name, _, document = data.partition(b"\n")
     found = parse_save(name.decode())
     return Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")

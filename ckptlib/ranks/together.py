@@ -40,6 +40,11 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
     raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
 
 
+def by_rank_0(group: Group, what: str, call: Callable[[], bytes]) -> bytes:
+    """What `call` gives on rank 0, which alone makes it; collective. Raises as `together` does."""
+    return group.broadcast(together(group, what, lambda: call() if group.rank == 0 else None))
+
+
 def _known(error: Exception) -> str:
     """The name of the class by which every rank knows an error: a store of the user's may raise a class of its own."""
     own = type(error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckptlib.catalog.history import is_number, named, numbered
 from ckptlib.errors import CheckpointNotFound
 from ckptlib.format.keys import SaveId, parse_save
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0
 from ckptlib.recovery.inventory import Inventory, SnapshotId
 from ckptlib.recovery.local_step import LocalStep
 from ckptlib.saving.session import Session
@@ -107,15 +107,13 @@ def _candidates(
     in_memory, on_disks = inventory.whole(), on_disks or {}
 
     def names() -> bytes:
-        if session.group.rank != 0:
-            return b""
         committed = {*session.catalog.saves()}
         visible = session.catalog.visible({*on_disks, *(snapshot.save for snapshot in in_memory)})
         if step is not None:
             visible = [_chosen(session.store.url, step, visible, committed)]
         return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
 
-    found = session.group.broadcast(together(session.group, "listing steps", names))
+    found = by_rank_0(session.group, "listing steps", names)
     for line in found.decode().splitlines():
         name, committed = line.split()
         save = parse_save(name)

@@ -34,7 +34,7 @@ from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.ranks.together import together, together_at_length
+from ckptlib.ranks.together import by_rank_0, together, together_at_length
 from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.recovery import local_step
 from ckptlib.recovery.begun import enter_begun
@@ -219,10 +219,9 @@ def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, 
         saves = local_step.parse_saves(group.gather(together(group, what, lambda: local_step.saves_on(disk))))
 
         def choose() -> bytes:
-            found = local_step.newest(session.catalog.visible(saves), saves, step) if group.rank == 0 else []
-            return "\n".join(map(str, found)).encode()
+            return "\n".join(map(str, local_step.newest(session.catalog.visible(saves), saves, step))).encode()
 
-        chosen = local_step.parse_saves([group.broadcast(together(group, "listing steps", choose))])
+        chosen = local_step.parse_saves([by_rank_0(group, "listing steps", choose)])
         return local_step.whole(group.gather(together(group, what, lambda: local_step.look(disk, chosen))))
 
 

@@ -29,7 +29,7 @@ from ckptlib.format.manifest import Generation, Root
 from ckptlib.format.values import Json
 from ckptlib.policy.best import Best
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0, together
 from ckptlib.slots.placement import ReplicaMap
 from ckptlib.staging.other_slots import left_generations
 from ckptlib.stores.local import LocalStore
@@ -93,8 +93,7 @@ class Lineage:
             generation = self._catalog.next_generation(saves)
             return root.encode() + f"{generation}-{len(saves)}".encode()
 
-        made = together(self._group, "opening the root", lambda: make() if self._group.rank == 0 else None)
-        document, _, tail = self._group.broadcast(made).rpartition(b"\n")
+        document, _, tail = by_rank_0(self._group, "opening the root", make).rpartition(b"\n")
         number, nonce, num_saves = tail.decode().split("-")
         self._is_new = num_saves == "0"
         root = Root.decode(document + b"\n", keys.ROOT)

@@ -20,7 +20,7 @@ from ckptlib.format.account import measured_in
 from ckptlib.format.keys import SaveId
 from ckptlib.format.values import Json, dumps, loads
 from ckptlib.policy.measured import Measured
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0
 from ckptlib.saving.session import Session
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ def recall(session: Session, save: SaveId) -> dict[str, Measured]:
     """
     group = session.group
     what = "looking for what the start before has measured"
-    found = together(group, what, lambda: dumps(_read(session, save)) if group.rank == 0 else None)
-    told = loads(group.broadcast(found))
+    told = loads(by_rank_0(group, what, lambda: dumps(_read(session, save))))
     record = told if isinstance(told, dict) else {}
     if group.any(record.get("machine") != machine() or record.get("world_size") != group.size):
         return {}

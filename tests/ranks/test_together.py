@@ -11,7 +11,7 @@ from rankthreads import run_ranks
 import ckptlib
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, ObjectNotFound
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import by_rank_0, together
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,24 @@ def test_together_all_fail_when_one_does(error: Exception) -> None:
     for rank in (0, 1, 3):
         assert type(found[rank]) is expected
         assert str(found[rank]) == f"reading failed on 1 of 4 ranks; on rank 2: {error}"
+
+
+def test_what_rank_0_finds_is_known_to_all_and_its_error_raised_by_all() -> None:
+    def on_rank(group: Group) -> list[int]:
+        asked: list[int] = []
+
+        def find() -> bytes:
+            asked.append(group.rank)
+            if len(asked) > 1:
+                raise CorruptData("w[0:3]: bad")
+            return b"found"
+
+        assert by_rank_0(group, "looking", find) == b"found"
+        with pytest.raises(CorruptData, match="bad"):
+            by_rank_0(group, "looking", find)
+        return asked
+
+    assert run_ranks(3, on_rank) == [[0, 0], [], []]
 
 
 def errors_of_the_package() -> list[type[CkptError]]:
