@@ -13,12 +13,12 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptlib.format import gc_pause
 from ckptlib.format.keys import SaveId
 from ckptlib.state.leaf import PerRank, Sharded, is_lazy
+from ckptlib.state.places import own_part
 from ckptlib.state.visitor import is_stateful
 
 
@@ -59,7 +59,7 @@ class Filled:
         """By address of the storage itself, which no other one has as long as somebody refers to it, even weakly."""
         tensors = {id(tensor): tensor for tensor in chain(read_into, parts.loose, *parts.tensors)}
         for tensor in tensors.values():  # most stand twice
-            storage = _local(tensor).untyped_storage()
+            storage = own_part(tensor).untyped_storage()
             if storage._cdata not in self._storages:  # a reference is made in Python
                 self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # as torch has it
         self._objects = {id(part): weakref.ref(part) for part in parts.objects if type(part).__weakrefoffset__}
@@ -92,12 +92,12 @@ class Filled:
         return known is not None and known() is part
 
     def _has_most(self, tensors: Iterable[torch.Tensor]) -> bool | None:
-        local = [_local(tensor) for tensor in tensors]
+        local = [own_part(tensor) for tensor in tensors]
         total = sum(tensor.nbytes for tensor in local)
         return 2 * sum(tensor.nbytes for tensor in local if self._has_storage(tensor)) > total if total else None
 
     def _has_storage(self, tensor: torch.Tensor) -> bool:
-        return _local(tensor).untyped_storage()._cdata in self._storages
+        return own_part(tensor).untyped_storage()._cdata in self._storages
 
     def within(self, other: Filled) -> bool:
         """Whether the other has all of it that is still there: a loss is made anew for each load."""
@@ -177,7 +177,3 @@ def _collect(node: object, found: list[object]) -> None:
             _collect(value, found)
     elif isinstance(node, (nn.Module, torch.optim.Optimizer)) or is_stateful(node):
         found.append(node)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

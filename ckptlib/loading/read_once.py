@@ -14,7 +14,7 @@ import torch
 from ckptlib.devices import accelerator
 from ckptlib.ranks.group import Group
 from ckptlib.reading.reader import Want
-from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
+from ckptlib.state.raw_bytes import bytes_of, copyable, dense, is_bytes
 
 BUCKET_BYTES = 16 * 1024 * 1024
 """Smaller tensors travel together in one broadcast of about this size."""
@@ -94,10 +94,10 @@ def spread(buckets: Iterable[Bucket], group: Group, by_links: bool) -> None:
         if device is not None:
             _spread_there(owner, targets, group, device, by_links)
             continue
-        if len(targets) == 1 and targets[0].device.type == "cpu" and is_bytes(targets[0]):
+        if len(targets) == 1 and is_bytes(targets[0]):
             group.broadcast_from(owner, bytes_of(targets[0]))
             continue
-        buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8, device="cpu")
+        buffer = torch.empty(_nbytes(targets), dtype=torch.uint8, device="cpu")
         if group.rank == owner:
             _gather(targets, buffer)
         group.broadcast_from(owner, buffer)
@@ -128,12 +128,15 @@ def _nbytes(targets: list[torch.Tensor]) -> int:
 
 def _gather(targets: list[torch.Tensor], buffer: torch.Tensor) -> None:
     for view, target in zip(torch.split(buffer, [t.nbytes for t in targets]), targets, strict=True):
-        view.copy_(bytes_of(copyable(target.detach().resolve_conj().resolve_neg()).contiguous()))
+        view.copy_(bytes_of(dense(target)))
 
 
 def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
     for view, target in zip(torch.split(buffer, [t.nbytes for t in targets]), targets, strict=True):
-        _bytes_into(target, view)
+        if is_bytes(target):
+            bytes_of(target).copy_(view)
+        else:
+            copyable(target).copy_(copyable(view.clone().view(target.dtype).view(target.shape)))
 
 
 def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want[torch.Tensor]]], num_ranks: int) -> list[Bucket]:
@@ -160,10 +163,3 @@ def _cut(wants: Sequence[Want[torch.Tensor]]) -> list[list[Want[torch.Tensor]]]:
         cuts[-1].append(want)
         filled += nbytes
     return cuts
-
-
-def _bytes_into(target: torch.Tensor, data: torch.Tensor) -> None:
-    if is_bytes(target):
-        bytes_of(target).copy_(data)
-    else:
-        copyable(target).copy_(copyable(data.clone().view(target.dtype).view(target.shape)))

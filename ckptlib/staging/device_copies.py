@@ -16,9 +16,9 @@ import torch
 from ckptlib.devices import accelerator, cuda
 from ckptlib.staging.copies import Pairs
 from ckptlib.staging.pinned_ring import Ring
-from ckptlib.staging.prepared_copies import Across, DeviceWork, dense
+from ckptlib.staging.prepared_copies import Across, DeviceWork
 from ckptlib.staging.spare_memory import Body, Spare, Spares
-from ckptlib.state.raw_bytes import bytes_of
+from ckptlib.state.raw_bytes import bytes_of, dense
 
 
 @dataclass(frozen=True, slots=True)

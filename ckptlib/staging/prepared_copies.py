@@ -16,7 +16,7 @@ import torch
 from ckptlib.devices import accelerator
 from ckptlib.devices.cuda import stretches
 from ckptlib.staging.pinned_ring import Move
-from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
+from ckptlib.state.raw_bytes import bytes_of, dense, is_bytes
 
 MOVE_BYTES = 64 << 20
 """Of one copy over the link: whoever asks for a number in between waits no longer than for that (1 to 3 ms). Divides
@@ -68,14 +68,6 @@ def _word(source: torch.Tensor, target: torch.Tensor) -> torch.dtype:
     for tensor in (source, target):  # torch minds where the storage begins, the device where the address is
         common |= tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
     return next(word for word in _WORDS if common % word.itemsize == 0)
-
-
-def dense(source: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory is the value of this one, made on its device by the current stream; maybe of other dtype.
-
-    Left to `copy_`, a pending conjugation or negation is done to the target: on the host, before the bytes are there.
-    """
-    return source if is_bytes(source) else copyable(source.resolve_conj().resolve_neg()).contiguous()
 
 
 class Round(NamedTuple):
@@ -202,7 +194,3 @@ class DeviceWork:
     """Of what is copied behind the fence."""
     home: torch.Tensor
     """Bytes of the host that all of it ends up in."""
-
-    @property
-    def names(self) -> list[str]:
-        return self.samples.names

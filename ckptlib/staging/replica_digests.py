@@ -25,8 +25,8 @@ from ckptlib.devices import accelerator, cuda
 from ckptlib.format.check import Check, check_of
 from ckptlib.staging.pair import OVERLAP_FROM_BYTES, bytes_at
 from ckptlib.staging.pieces import Addresses, Pieces, Scratch
-from ckptlib.staging.tensor_digests import as_bytes, digest_there
-from ckptlib.state.raw_bytes import bytes_of, is_bytes
+from ckptlib.staging.tensor_digests import digest_there
+from ckptlib.state.raw_bytes import bytes_of, dense, is_bytes
 
 SAMPLE_BYTES = 128
 """Of each tensor that is sampled. Where two ranks' training has drifted apart, nearly all elements differ."""
@@ -161,7 +161,7 @@ class Reading:
                 if width is None:
                     pieces.append(digest_there(tensor).reshape(1).view(torch.uint8))
                     continue
-                data = bytes_of(as_bytes(tensor))
+                data = bytes_of(dense(tensor))
                 pieces.append(data[self.places[i] : self.places[i] + width])
                 if self._before is not None and i in self._readers.frozen:
                     takers.append((self._witnesses, i))
@@ -248,7 +248,8 @@ class _Readers:
                 self._small.append(_Small(ranks, small))
         elsewhere = {i for indices in self.on_devices.values() for i in indices}
         on_host = [i for i in range(len(self.large)) if i not in elsewhere]
-        self._views = {i: _view(self.large[i].tensor) for i in on_host if is_bytes(self.large[i].tensor)}
+        plain = ((i, self.large[i].tensor) for i in on_host if is_bytes(self.large[i].tensor))
+        self._views = {i: bytes_at(tensor.data_ptr(), tensor.nbytes) for i, tensor in plain}
         self.late = [i for i in on_host if self.large[i].late and i in self._views]
         self.now = [i for i in on_host if i not in {*self.late}]
         self.frozen = {i for i, replica in enumerate(self.large) if replica.way is Way.FROZEN and not whole}
@@ -265,7 +266,7 @@ class _Readers:
     def data(self, i: int) -> memoryview:
         """The bytes of a large tensor in host memory; those of a strided one are put together each time."""
         found = self._views.get(i)
-        return bytes_of(as_bytes(self.large[i].tensor)).numpy().data if found is None else found
+        return bytes_of(dense(self.large[i].tensor)).numpy().data if found is None else found
 
     def places(self, number: int) -> list[int]:
         """Of the window of each large tensor."""
@@ -300,7 +301,7 @@ class _Small:
         self._scratch = Scratch()
 
     def read(self, number: int) -> bytes:
-        copies = [(i, as_bytes(tensor)) for i, tensor in self._strided]  # alive until they are read
+        copies = [(i, dense(tensor)) for i, tensor in self._strided]  # alive until they are read
         found = xxhash.xxh3_128()
         addresses = None if self._fixed else self._drawn(number, copies)
         for batch, pieces in self._batches:
@@ -333,8 +334,3 @@ def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[
     """Random numbers of 64 bits that all these ranks draw alike."""
     key = xxhash.xxh3_64_intdigest(repr((what, ranks)).encode(), seed=number % 2**32)
     return np.random.Philox(key=key).random_raw(count)
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    """Of memory that lives as long as its tensor, which a reader keeps."""
-    return bytes_at(tensor.data_ptr(), tensor.nbytes)

@@ -14,10 +14,7 @@ import xxhash
 
 from ckptlib.devices import accelerator
 from ckptlib.staging.pair import bytes_at
-from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
-
-WORD_BYTES = 8
-"""Of a digest that was made on a device."""
+from ckptlib.state.raw_bytes import bytes_of, dense
 
 _ROW_WORDS = 1 << 20
 _ROWS_AT_ONCE = 4
@@ -31,7 +28,7 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
     for i, tensor in enumerate(tensors):
         device = accelerator.device_of(tensor)
         if device is None:
-            data = as_bytes(tensor)
+            data = dense(tensor)
             found[i] = xxhash.xxh3_128_hexdigest(bytes_at(data.data_ptr(), data.nbytes) if data.nbytes else b"")
         else:
             on_devices.setdefault(device, []).append(i)
@@ -42,12 +39,6 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
     return found
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements in row-major order, for their bytes; the very tensor where its memory is that already."""
-    plain = tensor.detach()
-    return plain if is_bytes(plain) else copyable(plain.resolve_conj().resolve_neg()).contiguous()
-
-
 @torch.no_grad()
 def digest_there(tensor: torch.Tensor) -> torch.Tensor:
     """An int64 of no dims on the tensor's own device; enqueued on the current stream, and not waited for.
@@ -55,7 +46,7 @@ def digest_there(tensor: torch.Tensor) -> torch.Tensor:
     Words of 32 bits, each times a random number of 64, added up modulo 2**64 (multilinear hashing: Carter and Wegman).
     Two words that differ in their highest bits only still differ in 33 bits of the sum.
     """
-    data = bytes_of(as_bytes(tensor))
+    data = bytes_of(dense(tensor))
     if data.storage_offset() % 4 or data.data_ptr() % 4:
         data = data.clone()
     spare = -data.numel() % 4

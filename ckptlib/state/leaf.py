@@ -1,6 +1,6 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-Only this file, `ckptlib.state.places`, `ckptlib.state.subclasses` and `ckptlib.loading.match_optimizers` know DTensor.
+Of state and loading, only this file, `places`, `subclasses`, `made_tensors` and `match_optimizers` know DTensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, sharding
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Mesh, OwnPerRank, Placed, TensorSpec
-from ckptlib.state.places import place_of_plain
+from ckptlib.state.places import own_part, place_of_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Where the memory of this rank's part of it begins; None for a kind of tensor that need not have any."""
-    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = own_part(tensor)
     return local.untyped_storage().data_ptr() if type(local) in PLAIN else None
 
 

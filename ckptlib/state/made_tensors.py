@@ -10,22 +10,22 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.state.leaf import PLAIN
 from ckptlib.state.own_loads import give, is_of_torch, keeping_parameters
-from ckptlib.state.raw_bytes import bytes_of, copyable
+from ckptlib.state.places import own_part
+from ckptlib.state.raw_bytes import bytes_of, dense
 from ckptlib.state.structure import is_of_fsdp
 from ckptlib.state.subclasses import apart, is_subclass
 from ckptlib.state.wrappers import canonical, inner_name, is_extra_state, submodule_of
 
 log = logging.getLogger(__name__)
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Holder(NamedTuple):
@@ -109,25 +109,24 @@ def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Bit for bit, on this rank."""
-    local = [t._local_tensor if isinstance(t, DTensor) else t for t in (first, second)]
-    one, other = (bytes_of(copyable(t.detach().resolve_conj().resolve_neg()).contiguous()) for t in local)
+    one, other = (bytes_of(dense(own_part(tensor))) for tensor in (first, second))
     return torch.equal(one, other)
 
 
 def _is_made(value: torch.Tensor, memory: set[int], path: str) -> bool:
     if value.device.type == "meta":
         return True
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    if type(local) not in _PLAIN and not is_subclass(local):
+    local = own_part(value)
+    if type(local) not in PLAIN and not is_subclass(local):
         return isinstance(value, DTensor)  # a result of communication; of other kinds nothing is known
     return any(part.numel() and part.untyped_storage().data_ptr() not in memory for part in _plain(local, path))
 
 
 def _plain(value: torch.Tensor, path: str) -> list[torch.Tensor]:
     """The plain tensors that a value is, or is made of."""
-    local: Any = value._local_tensor if isinstance(value, DTensor) else value
+    local = own_part(value)
     parts = [inner for _, inner in apart(local, path).tensors] if is_subclass(local) else [local]
-    return [part for part in parts if type(part) in _PLAIN]
+    return [part for part in parts if type(part) in PLAIN]
 
 
 def _holder_of(module: nn.Module, name: str) -> Holder | None:

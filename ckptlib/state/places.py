@@ -18,6 +18,11 @@ from torch.distributed.tensor import DTensor
 from ckptlib.state.guard import guard_of
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor what this rank has, as it lies in memory; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
     """As `places`, of one tensor."""
     if not isinstance(tensor, DTensor):

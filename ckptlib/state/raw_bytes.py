@@ -15,6 +15,16 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is the value of this one: itself, or made on its device by the current stream, maybe of
+    other dtype. Detached.
+
+    Left to `copy_`, a pending conjugation or negation is done to the target: on the host, before the bytes are there.
+    """
+    plain = tensor.detach()
+    return plain if is_bytes(plain) else copyable(plain.resolve_conj().resolve_neg()).contiguous()
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor that `is_bytes`, as a 1-d view of dtype uint8, whatever the dtype."""
     # not view(-1): a dim of size 1 may have any stride, and view(dtype) minds it

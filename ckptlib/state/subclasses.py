@@ -23,7 +23,7 @@ from ckptlib.format import sharding, values
 from ckptlib.format.paths import join
 from ckptlib.format.values import Json
 from ckptlib.state.leaf import PLAIN, dtype_name, mesh_of, placements_of
-from ckptlib.state.places import places
+from ckptlib.state.places import own_part, places
 
 MAX_NESTED = 8
 """Subclasses within subclasses."""
@@ -53,7 +53,7 @@ def is_subclass(tensor: object) -> TypeGuard[torch.Tensor]:
     """Whether it can be taken apart: an instance of such a class, or a DTensor around one."""
     if type(tensor) in PLAIN:  # asked of each of thousands
         return False
-    return isinstance(tensor, torch.Tensor) and _tells(type(_local(tensor)))
+    return isinstance(tensor, torch.Tensor) and _tells(type(own_part(tensor)))
 
 
 def any_subclass(tensors: Iterable[torch.Tensor]) -> bool:
@@ -72,14 +72,10 @@ def _tells(cls: type) -> bool:
     )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def apart(tensor: torch.Tensor, name: str) -> Apart:
     """The instance as its kind and its inner tensors. Raises UnsupportedState, by name, for what cannot be told."""
     found: list[tuple[str, torch.Tensor]] = []
-    kind = _kind(_local(tensor), "", name, found, 0)
+    kind = _kind(own_part(tensor), "", name, found, 0)
     at = None
     if isinstance(tensor, DTensor):
         at = list(tensor.device_mesh.get_coordinate() or ())
@@ -230,7 +226,7 @@ def another(
 
     `make`: an inner tensor, by its name and the one that is here; none for subclasses within each other.
     """
-    local, like_this = _local(param), _local(known)
+    local, like_this = own_part(param), own_part(known)
     keys, context = like_this.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {key: make(key, getattr(like_this, key)) for key in keys}
     if any(tensor is None for tensor in inner.values()):
@@ -244,7 +240,7 @@ def plain_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor of a parameter's shape, placed as it is, of no class of its own."""
     if not is_subclass(param):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
-    local = _local(param)
+    local = own_part(param)
     return placed_like(param, torch.empty(local.shape, dtype=dtype, device=local.device))
 
 

@@ -58,7 +58,7 @@ def test_a_frozen_copy_reaches_the_host(shards: list[tuple], random: object) -> 
         for pair in pairs:  # training goes on
             pair.source.tensor.zero_()
         late = [p for p in pairs if p.device == DEVICE and p.late]
-        assert work.names == [p.source.name for p in late]
+        assert work.samples.names == [p.source.name for p in late]
         assert all(p.nbytes >= OVERLAP_FROM_BYTES for p in late)
         copy(work.then)
         places = sorted((p.offset, p.device == DEVICE) for p in pairs if p.nbytes)
@@ -93,7 +93,7 @@ def test_without_spare_memory_what_is_large_goes_to_its_place(monkeypatch: pytes
     _, (large, small) = make_pairs([300_000, 3])
     small.late = False
     work = work_of([large, small], DEVICE, None)
-    assert (work.names, bool(work.across_now)) == (["t0"], False)
+    assert (work.samples.names, bool(work.across_now)) == (["t0"], False)
     moves = list(work.across_later.moves())
     assert moves[0][0].data_ptr() == large.target_address
     assert sum(target.numel() for target, _ in moves) == large.nbytes
@@ -116,7 +116,7 @@ def test_what_is_small_is_gathered_before_training_goes_on() -> None:
         pair.device = DEVICE
     expected = {pair.source.name: pair.source.tensor.clone() for pair in some}
     work = work_of(some, DEVICE, None)
-    assert work.names == ["t5"]
+    assert work.samples.names == ["t5"]
     work.inside_now.enqueue()
     for pair in some[:4]:
         pair.source.tensor.zero_()
@@ -208,7 +208,7 @@ def test_what_is_small_and_beyond_that_takes_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: made.append(size[0]) or zeros(*size, **options))
     work = work_of([*pairs, theirs], DEVICE, None)
     assert sum(size for size in made if isinstance(size, int)) <= 700_000 + 500
-    assert bool(work.names) == late
+    assert bool(work.samples.names) == late
     work.inside_now.enqueue()
     moves = 0
     for across in (work.across_now, work.across_later, work.then):
@@ -258,7 +258,7 @@ def test_a_view_is_saved_as_its_value(view: str, spare: bool) -> None:
     pair = Pair(CopySource("v", shown, True), body, 0)
     pair.device = DEVICE
     work = work_of([pair], DEVICE, torch.zeros_like(body) if spare else None)
-    assert work.names == [], "not behind the fence"
+    assert work.samples.names == [], "not behind the fence"
     work.inside_now.enqueue()
     copy(work.across_now)
     copy(work.then)
