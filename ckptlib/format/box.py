@@ -178,7 +178,7 @@ def find_hole(outer: Box, pieces: Sequence[Box], effort: Effort | None = None) -
         return None
     if len(pieces) <= FEW and _tile(outer, pieces):
         return None
-    return _search(outer, pieces, 0, effort or Effort())
+    return _search(outer, pieces, effort or Effort())
 
 
 def _tile(outer: Box, pieces: Sequence[Box]) -> bool:
@@ -189,15 +189,8 @@ def _tile(outer: Box, pieces: Sequence[Box]) -> bool:
     )
 
 
-def find_overlap(outer: Box, pieces: Sequence[Box]) -> Box | None:
-    """A region of `outer` that two pieces cover, or None when they are disjoint inside it. Raises as `find_hole`."""
-    if outer.numel == 0 or len(pieces) < 2:
-        return None
-    return _search(outer, pieces, 2, Effort())
-
-
-def _search(outer: Box, pieces: Sequence[Box], fewest: int, effort: Effort) -> Box | None:
-    """A region that no piece covers (`fewest` 0), or that `fewest` pieces cover at least.
+def _search(outer: Box, pieces: Sequence[Box], effort: Effort) -> Box | None:
+    """A region that no piece covers.
 
     Halves `outer` where the pieces of both halves are fewest, until a half is clear or its grid is small. A grid of all
     edges at once is of the power of the dims: a thousand boxes in 4 dims would take half a terabyte.
@@ -212,14 +205,13 @@ def _search(outer: Box, pieces: Sequence[Box], fewest: int, effort: Effort) -> B
         first, last, low, high = todo.pop()
         effort.left -= (len(low) + _NODE_WORK) * max(ndim, 1)
         if effort.left < 0:
-            raise FormatError(f"{len(pieces):,} boxes cut {outer} too finely to tell whether they cover it, and once")
+            raise FormatError(f"{len(pieces):,} boxes cut {outer} too finely to tell whether they cover it")
         low, high = np.maximum(low, first), np.minimum(high, last)
         inside = (low < high).all(axis=1)
         low, high = low[inside], high[inside]
-        num_whole = int(((low == first) & (high == last)).all(axis=1).sum())
-        if num_whole >= fewest if fewest else not len(low):
+        if not len(low):
             return _box(first, last)
-        if len(low) < fewest or (num_whole and not fewest):
+        if ((low == first) & (high == last)).all(axis=1).any():
             continue
         edges = [
             np.unique(np.concatenate([low[:, d], high[:, d], first[d : d + 1], last[d : d + 1]])) for d in range(ndim)
@@ -227,7 +219,7 @@ def _search(outer: Box, pieces: Sequence[Box], fewest: int, effort: Effort) -> B
         counts = _grid(edges, low, high)
         if counts is None:
             todo += _halves(edges, first, last, low, high)
-        elif (found := _cell(edges, counts >= fewest if fewest else counts == 0)) is not None:
+        elif (found := _cell(edges, counts == 0)) is not None:
             return found
     return None
 

@@ -32,14 +32,11 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
+from typing import NoReturn, TypeAlias, cast
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import tagged_values
 from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, NEST, Where, are_spread, is_unicode, text_of
-
-if TYPE_CHECKING:
-    pass
 
 MAX_BYTES = 2**29
 """Of bytes or an array. Documents have twice as much at most, and base64 makes four of three."""

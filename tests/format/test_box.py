@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import FormatError
-from ckptlib.format.box import Box, Run, boxes_of_range, common_run, find_hole, find_overlap
+from ckptlib.format.box import Box, Run, boxes_of_range, common_run, find_hole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -118,21 +118,16 @@ def test_boxes_of_range_are_the_range_in_order_and_contiguous(case: tuple[tuple[
 
 
 @given(outer_and_pieces())
-def test_find_hole_and_overlap(case: tuple[tuple[int, ...], Box, list[Box]]) -> None:
+def test_find_hole(case: tuple[tuple[int, ...], Box, list[Box]]) -> None:
     shape, outer, pieces = case
     counts = sum((marks(shape, p).astype(int) for p in pieces), np.zeros(shape, dtype=int))
     inside = marks(shape, outer)
-    hole, overlap = find_hole(outer, pieces), find_overlap(outer, pieces)
+    hole = find_hole(outer, pieces)
     assert (hole is None) == bool((counts[inside] > 0).all())
-    assert (overlap is None) == bool((counts[inside] <= 1).all())
     if hole is not None:
         assert hole.numel > 0
         assert hole.within(outer)
         assert (counts[marks(shape, hole)] == 0).all()
-    if overlap is not None:
-        assert overlap.numel > 0
-        assert overlap.within(outer)
-        assert (counts[marks(shape, overlap)] > 1).all()
 
 
 def partition(outer: Box, num: int, rng: random.Random) -> list[Box]:
@@ -157,13 +152,10 @@ def test_thousands_of_boxes_in_many_dims(ndim: int, num: int) -> None:
     outer = Box((7,) * ndim, (10**6 if ndim == 1 else 10_000 if ndim < 16 else 2,) * ndim)
     boxes = partition(outer, num, random.Random(ndim))
     assert find_hole(outer, boxes) is None
-    assert find_overlap(outer, boxes) is None
     hole = find_hole(outer, boxes[1:])
     assert hole is not None
     assert hole.numel > 0
     assert hole.within(boxes[0])
-    twice = find_overlap(outer, [*boxes, Box(boxes[5].offset, (1,) * ndim)])
-    assert twice == Box(boxes[5].offset, (1,) * ndim)
 
 
 def test_boxes_that_are_cut_to_be_hard_are_refused() -> None:
@@ -182,7 +174,6 @@ def test_a_scalar_is_one_element() -> None:
     assert list(boxes_of_range((), 0, 1)) == [(0, scalar)]
     assert find_hole(scalar, []) == scalar
     assert find_hole(scalar, [scalar]) is None
-    assert find_overlap(scalar, [scalar, scalar]) == scalar
 
 
 def test_mixed_numbers_of_dims_are_refused() -> None:
