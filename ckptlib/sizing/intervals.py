@@ -13,18 +13,6 @@ def young(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
-def daly(stall_s: float, mtbf_s: float) -> float:
-    """The same where the stall is no small part of the time between failures.
-
-    Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (FGCS 2006), of training between
-    the end of one save and the begin of the next.
-    """
-    if stall_s >= 2 * mtbf_s:
-        return mtbf_s
-    x = stall_s / (2 * mtbf_s)
-    return young(stall_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - stall_s
-
-
 def by_budget(stall_s: float, at_most: float) -> float:
     """The shortest interval in which saves stall training by no more than this share."""
     return stall_s / at_most
