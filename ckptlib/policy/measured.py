@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 MAX_SECONDS = 1e7
 """Of one step or one save: what is longer was not measured."""
@@ -45,14 +45,8 @@ class Measured:
 
     def scaled(self, times: float) -> Measured:
         """Of saves that cost so many times as much."""
-        return Measured(
-            self.step_s,
-            self.each_step_s,
-            times * self.save_s,
-            times * self.visible_s,
-            times * self.persist_s,
-            self.num_saves,
-        )
+        save_s, visible_s, persist_s = times * self.save_s, times * self.visible_s, times * self.persist_s
+        return replace(self, save_s=save_s, visible_s=visible_s, persist_s=persist_s)
 
 
 def _seconds(value: object) -> float:

@@ -1,9 +1,9 @@
 """From measured steps to the interval between saves: CheckFreq's formula (FAST'21), in both directions.
 
-Pure: times are given to it, and it reads no clock. With N snapshots in flight, as PCcheck (ASPLOS'25) has it, the
-interval is k = max(ceil((T_f - o) / (N T_i)), ceil(o / (p T_i)), 1) steps. T_i is a step without any save, T_f how long
-a save takes to be written, p the budget; o is all that a save costs the training, found by comparing the steps beside
-which it is copied and written with those beside which nothing is.
+Pure: times are given to it, and it reads no clock. As saves are written one after the other, the interval is
+k = max(ceil((T_f - o) / T_i), ceil(o / (p T_i)), 1) steps. T_i is a step without any save, T_f how long a save takes to
+be written, p the budget; o is all that a save costs the training, found by comparing the steps beside which it is
+copied and written with those beside which nothing is.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class Estimate:
 class Tuner:
     """One rank's: what it needs is told to the others, and the longest interval counts."""
 
-    def __init__(self, asked: Overhead, in_flight: int = 1, snapshots: bool = False) -> None:
-        """`in_flight`: saves that are written at a time. `snapshots`: whether memory has a cadence of its own.
+    def __init__(self, asked: Overhead, snapshots: bool = False) -> None:
+        """`snapshots`: whether memory has a cadence of its own.
 
         The cost of such snapshots counts as training: only the saves to the store are tuned.
         """
-        self._asked, self._in_flight, self._snapshots = asked, in_flight, snapshots
+        self._asked, self._snapshots = asked, snapshots
         self.interval = FIRST
         """Steps between saves that this rank needs."""
         self.estimate: Estimate | None = None
@@ -172,9 +172,8 @@ class Tuner:
         """A save of this rank was written, in so many seconds, not counting those in which it waited for another."""
         self._persists.append(seconds)
 
-    def note(self, iteration: Iteration) -> bool:
-        """Takes note of one step. Returns whether the interval changed."""
-        before = self.interval
+    def note(self, iteration: Iteration) -> None:
+        """Takes note of one step."""
         self._number += 1
         if iteration.saved:
             if self._beside:  # the save before was at work until now
@@ -187,7 +186,6 @@ class Tuner:
             self._since += 1
             self._since_s += iteration.seconds
             self._note_unsaved(iteration)
-        return self.interval != before
 
     def _note_unsaved(self, iteration: Iteration) -> None:
         if iteration.at_work:
@@ -284,7 +282,7 @@ class Tuner:
             visible_s=visible_s,
             persist_s=persist_s,
             by_budget=save_s / room_s,
-            by_persist=(persist_s - save_s) / (self._in_flight * rest_s),
+            by_persist=(persist_s - save_s) / rest_s,
             by_loss=by_loss,
             by_failures=by_failures,
         )

@@ -145,8 +145,8 @@ class Asked(Policy):
         return bool(self.ask(step))
 
 
-def policy_of(when: When, name: str = "every") -> Policy:
-    """The policy that is meant. Raises TypeError for what says no time; `name`: the argument's."""
+def policy_of(when: When) -> Policy:
+    """The policy that is meant. Raises TypeError for what says no time."""
     match when:
         case Policy():
             return when
@@ -161,7 +161,7 @@ def policy_of(when: When, name: str = "every") -> Policy:
             if callable(ask):
                 return Asked(ask)
     raise TypeError(
-        f"{name}={when!r}: expected a number of steps, a timedelta, a function of the step that gives a bool, or a "
+        f"every={when!r}: expected a number of steps, a timedelta, a function of the step that gives a bool, or a "
         "policy such as Steps(500), Minutes(10) or Overhead(at_most=0.035)"
     )
 

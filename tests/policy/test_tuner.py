@@ -35,7 +35,9 @@ class Tuned:
     def note(self, step: Step) -> None:
         if step.persisted is not None:
             self.tuner.persisted(step.persisted)
-        if self.tuner.note(Iteration(step.seconds, step.ours, step.at_work, step.saved)):
+        before = self.tuner.interval
+        self.tuner.note(Iteration(step.seconds, step.ours, step.at_work, step.saved))
+        if self.tuner.interval != before:
             self.told.append(self.tuner.why)
 
     @property
