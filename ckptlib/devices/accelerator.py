@@ -91,10 +91,11 @@ def capturing(device: torch.device) -> bool:
     """Whether the current stream's work is recorded into a graph, not done."""
     module = torch.get_device_module(device)
     found = getattr(module, "is_current_stream_capturing", None)
-    return found is not None and _is_initialized(module) and bool(found())
+    return found is not None and is_initialized(module) and bool(found())
 
 
-def _is_initialized(module: object) -> bool:
+def is_initialized(module: object) -> bool:
+    """Whether this process has begun to use a kind of device, by torch's module for it; mps does not tell."""
     found = getattr(module, "is_initialized", None)
     return found is None or bool(found())
 

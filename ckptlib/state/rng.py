@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptlib.devices import accelerator
 from ckptlib.errors import FormatError, StateMismatch, UnsupportedState
 
 _log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def capture() -> dict[str, torch.Tensor]:
     """
     state = {"python": _tensor(_python_bytes()), "numpy": _tensor(_numpy_bytes()), "torch": torch.get_rng_state()}
     module = _accelerator_module()
-    if module is not None and _is_initialised(module):
+    if module is not None and accelerator.is_initialized(module):
         state[_kind()] = module.get_rng_state()
         for index in _other_devices(module):
             state[f"{_kind()}:{index}"] = module.get_rng_state(index)
@@ -216,19 +217,13 @@ def _unpack(layout: struct.Struct, data: bytes, name: str) -> tuple[Any, ...]:
 
 
 def _kind() -> str:
-    if not torch.accelerator.is_available():  # first: torch 2.6 raises where there is none
-        return ""
-    accelerator = torch.accelerator.current_accelerator()
-    return "" if accelerator is None else accelerator.type
+    device = accelerator.available()
+    return "" if device is None else device.type
 
 
 def _accelerator_module() -> ModuleType | None:
     kind = _kind()
     return torch.get_device_module(kind) if kind else None
-
-
-def _is_initialised(module: ModuleType) -> bool:
-    return not hasattr(module, "is_initialized") or module.is_initialized()  # mps has no such state
 
 
 def _other_devices(module: ModuleType) -> list[int]:
