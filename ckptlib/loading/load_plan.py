@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from functools import partial
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -57,7 +58,7 @@ class LoadPlan:
         """Names, mostly of plain values, that one side lacks, and nobody asked for by themselves."""
         self._foreign: dict[str, str] = {}
         self._values: dict[str, object] = {}
-        self._finish: list[Callable[[], None]] = []
+        self._finish: list[Callable[[], object]] = []
         self._used: set[str] = set()
         """Names of the checkpoint that somebody took."""
         self._filled: dict[int, Filler] = {}
@@ -157,7 +158,7 @@ class LoadPlan:
         """Something does not fit; `text` begins with its name."""
         self._mismatched.append(text)
 
-    def then(self, action: Callable[[], None]) -> None:
+    def then(self, action: Callable[[], object]) -> None:
         """Adds a call for when everything is filled; calls are made in the order given."""
         self._finish.append(action)
 
@@ -267,7 +268,7 @@ class LoadPlan:
             return
         value = self.take_value(path)
         if setter is not None:
-            self.then(lambda: setter(value))
+            self.then(partial(setter, value))
 
     def take_value(self, path: str) -> object:
         """The saved value of a name of the state, which the report lists."""
@@ -281,7 +282,7 @@ class LoadPlan:
         self.add_tensor(state, path)
         self._apart.add(path)
         if self.fills(state):
-            self.then(lambda: _call(generator.set_state, state))
+            self.then(partial(generator.set_state, state))
 
     def tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
         """A tensor to fill: the one that the object has, where it fits, else a new one."""
@@ -331,7 +332,3 @@ def _make(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
     except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0
         raise StateMismatch(f"{entry.name}: no room for {entry.dtype}{list(entry.shape)}: {error}") from error
-
-
-def _call(function: Callable[[Any], object], argument: object) -> None:
-    function(argument)

@@ -245,18 +245,9 @@ class _Walk(Visitor[Setter]):
     def _add_extra_states(self, module: nn.Module, path: str) -> None:
         for name, submodule in module.named_modules(remove_duplicate=False):
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
-                prefix = f"{name}." if name else ""
-                key = join_module(path, _canonical_prefix(module, prefix) + "_extra_state")
+                key = canonical(module, f"{name}._extra_state" if name else "_extra_state")
+                key = f"{path}/{key}" if path else key
                 add_object(self._plan, key, submodule.get_extra_state, submodule.set_extra_state)
-
-
-def join_module(path: str, name: str) -> str:
-    """The full name of a module's tensor."""
-    return f"{path}/{name}" if path else name
-
-
-def _canonical_prefix(module: nn.Module, prefix: str) -> str:
-    return canonical(module, prefix + "x")[:-1]
 
 
 def _setter(container: MutableMapping[Any, object] | list[object]) -> Callable[[object], Setter]:

@@ -28,7 +28,7 @@ class Targets:
     say. Each with a message."""
     values: dict[str, object]
     """Plain values by path, as saved."""
-    finish: tuple[Callable[[], None], ...]
+    finish: tuple[Callable[[], object], ...]
     """To be called in order, when every want is filled."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """By name that is missing or unexpected: the message that tells more than that."""
