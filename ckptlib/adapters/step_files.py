@@ -11,15 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from ckptlib.adapters.step_folders import flush
+from ckptlib.adapters.step_folders import MOST, ROOT, flush
 from ckptlib.errors import FormatError
 from ckptlib.format.keys import SaveId, parse_save
-
-ROOT = "ckptlib"
-"""The directory of the root, beside the files that name its steps."""
-
-MOST = 4096
-"""Bytes of a file that names a step."""
 
 
 def root_of(where: str) -> str:

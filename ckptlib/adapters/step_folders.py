@@ -49,7 +49,7 @@ POINTER = "ckptlib_step.json"
 """The file of a directory that names its step."""
 
 ROOT = "ckptlib"
-"""The directory of the root, beside those that name its steps."""
+"""The directory of the root, beside the directories or files that name its steps."""
 
 MOST = 4096
 """Bytes of a file that names a step."""
