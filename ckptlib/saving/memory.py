@@ -41,21 +41,6 @@ def open_memory(
     settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage, stopwatch: Stopwatch
 ) -> Memory:
     """Collective. Raises on all ranks if one of them fails; no writer of theirs is left then."""
-    with ExitStack() as opened:
-        memory = _open_memory(settings, group, over, lineage, stopwatch, opened)
-        opened.pop_all()
-    return memory
-
-
-def _open_memory(
-    settings: Settings,
-    group: Group,
-    over: dist.ProcessGroup | None,
-    lineage: Lineage,
-    stopwatch: Stopwatch,
-    opened: ExitStack,
-) -> Memory:
-    """`opened`: lets go of what was begun."""
     peers, placement, root = settings.peers, lineage.placement, lineage.root
 
     def make_arena(writer: Writer, pin: bool = True) -> Arena:
@@ -64,7 +49,7 @@ def _open_memory(
         arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
         return arena
 
-    def make_room() -> tuple[Arena, Writer]:
+    def make_room(opened: ExitStack) -> tuple[Arena, Writer]:
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
         if settings.arena is not None:
@@ -80,13 +65,16 @@ def _open_memory(
             arena.others.reclaim()
         return arena, writer
 
-    arena, writer = together(group, "making room for snapshots", make_room)
-    replicator = None
-    if peers is not None and placement is not None:
-        replicator = Replicator(over, group.rank, placement, peers, lambda: make_arena(writer, pin=False))
+    with ExitStack() as opened:
+        arena, writer = together(group, "making room for snapshots", lambda: make_room(opened))
+        replicator = None
+        if peers is not None and placement is not None:
+            replicator = Replicator(over, group.rank, placement, peers, lambda: make_arena(writer, pin=False))
 
-    def on_held(step: int) -> None:
-        writer.held(SaveId(step, lineage.generation))
+        def on_held(step: int) -> None:
+            writer.held(SaveId(step, lineage.generation))
 
-    snapshots = Snapshots(root.id, arena, placement, replicator, on_held)
-    return Memory(snapshots, writer, PeerLink(group, replicator))
+        snapshots = Snapshots(root.id, arena, placement, replicator, on_held)
+        memory = Memory(snapshots, writer, PeerLink(group, replicator))
+        opened.pop_all()
+    return memory
