@@ -249,7 +249,7 @@ def _phase(
         for _ in range(steps):
             training.step()
         found.bare_s.append(time.perf_counter() - began)
-    account = saver._turns._tuning._kinds.store.account
+    account = saver._turns.tuning._kinds.store.account
     if account is not None and account.tuner.estimate is not None:
         found.save_s = account.tuner.estimate.save_s
     return found

@@ -140,7 +140,7 @@ def work() -> None:
             bare.append(without)
             overheads.append(with_saves / without - 1)
             loop.until_save()
-        account = saver._turns._tuning._kinds.store.account
+        account = saver._turns.tuning._kinds.store.account
         tell(what="overhead", unit="1", samples=overheads)
         tell(what="overhead of all turns together", unit="1", samples=[statistics.fmean(overheads)])
         tell(what="interval", unit="steps", samples=intervals)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self, override
 
-from ckptlib.errors import Preempted, SaveFailed
+from ckptlib.errors import Preempted
 from ckptlib.events import Event
 from ckptlib.exporting.asked import Export, check_export
 from ckptlib.format import gc_pause
@@ -39,6 +39,8 @@ from ckptlib.ranks.together import together
 from ckptlib.recovery.keeping import keep_restored
 from ckptlib.recovery.restore import Part, restore
 from ckptlib.saving.agreement import kind_of
+from ckptlib.saving.attempts import Attempts
+from ckptlib.saving.ending import Ending
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.exports import Exports
 from ckptlib.saving.keeper import StateKeeper
@@ -182,11 +184,15 @@ class Checkpointer:
             self._fence = Fence()
             opened.callback(self._fence.remove)
             metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
-            self._steps = Steps(self._session, state, self._turns, self._fence, metrics)
+            self._attempts = Attempts(self._session, self._due)
+            self._steps = Steps(self._session, state, self._turns, self._fence, self._attempts, metrics)
             self._exports = Exports(export, self._session)
             self._generators: LoadedRng | None = None
             self._install()
             self._keeper = StateKeeper(self._session, state)
+            self._ending = Ending(
+                *(self._session, self._turns, self._fence, self._keeper, self._exports, self._attempts)
+            )
             self._keeper.begin()
             opened.pop_all()
 
@@ -246,7 +252,7 @@ class Checkpointer:
                 "call restore before the first save; to go back to what was saved, close this Checkpointer, and create "
                 "another one"
             )
-        if (kept := self._steps.last) is not None:  # it may still be written, and this generation would follow itself
+        if (kept := self._attempts.last) is not None:  # it may be written still, and would be followed by itself
             raise ValueError(
                 f"call restore once: it has saved step {kept.step} again, which the store lacked. The state is that of "
                 "this step; to go back, close this Checkpointer, and create another one"
@@ -258,7 +264,7 @@ class Checkpointer:
             report = self._beginning.load(self._state, strict, device)
         self._steps.restored = report.step
         if report.save is not None:
-            self._turns.remember(report.save)
+            self._turns.tuning.remember(report.save)
         if self._group.rank == 0:
             show(log, "restore: %s", report)
         if self._session.settings.peers is not None:
@@ -271,8 +277,8 @@ class Checkpointer:
                 only,
             )
         if only is None:  # on all ranks
-            self._steps.last = keep_restored(self._session, self._state, report, marks, self._steps.miss)
-        self._exports.note_restored(report.save, report.committed, self._steps.last)
+            self._attempts.last = keep_restored(self._session, self._state, report, marks, self._attempts)
+        self._exports.note_restored(report.save, report.committed, self._attempts.last)
         self._session.listener.deliver()
         return report
 
@@ -347,7 +353,7 @@ class Checkpointer:
                 self._generators = None  # too late for them
                 self._warm()
             self._steps.done(step, metrics)
-            self._exports.poll(self._steps.last, step)
+            self._exports.poll(self._attempts.last, step)
         finally:
             self._session.listener.deliver()
 
@@ -362,7 +368,7 @@ class Checkpointer:
         step = checked_step(step)
         if metrics is not None:
             check_metrics(metrics)
-        with self._turns.busy():
+        with self._turns.stop.busy():
             pending = self._steps.save(step, metrics)
         self._exports.poll(pending, step)
         self._session.listener.deliver()
@@ -400,7 +406,7 @@ class Checkpointer:
     @property
     def pending(self) -> Pending | None:
         """The latest save; None before the first."""
-        return self._steps.last
+        return self._attempts.last
 
     @property
     def coverage(self) -> Coverage | None:
@@ -433,47 +439,7 @@ class Checkpointer:
         the wait.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
-        with ExitStack() as failing:
-            failing.callback(self._exports.let_go)  # what is not exported is told, whatever is raised
-            self._close(deadline)
-            failing.pop_all()
-        if (missed := self._steps.missed) is not None:
-            self._exports.let_go()
-            step, why = missed
-            raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
-        if self._steps.stopping:
-            self._exports.let_go()
-        else:
-            self._exports.finish(self._steps.last, self._due.final, deadline)
-
-    def _close(self, deadline: float) -> None:
-        """Of `close`, all but the exports."""
-        # Snapshots in memory may be newer than all that is in the store, where the last save failed.
-        needed = self._session.settings.peers is not None
-        clean = not needed or self._steps.missed is None
-        self._turns.heed()
-        try:
-            last = self._steps.last
-            if last is not None and self._session.owner.here:
-                wait = last.wait_committed if last.drains else last.wait_local
-                wait(deadline - time.monotonic())
-        except SaveFailed:
-            clean = not needed
-            raise
-        except BaseException:  # WaitTimeout, or Ctrl-C and what a handler of the program raises: who knows how it ends?
-            clean = False
-            raise
-        finally:
-            self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
-
-    def _let_go(self, clean: bool, timeout: timedelta) -> None:
-        self._turns.heed()
-        self._fence.remove()
-        self._keeper.end()
-        try:
-            self._session.close(timeout, clean)
-        finally:  # behind it: whoever stands still here is not left on SIGTERM, whichever Checkpointer is open yet
-            self._turns.close()
+        self._ending.close(deadline, self._steps.stopping)
 
     @override
     def __reduce__(self) -> NoReturn:
@@ -489,6 +455,5 @@ class Checkpointer:
             self.close()
             if self._steps.preempted:
                 raise Preempted
-        else:  # nothing is waited for: the writer has the slot, and finishes alone
-            self._let_go(clean=False, timeout=timedelta(0))
-            self._exports.let_go()
+        else:
+            self._ending.leave()

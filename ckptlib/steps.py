@@ -30,14 +30,20 @@ class Steps:
     """One per Checkpointer; main thread."""
 
     def __init__(
-        self, session: Session, state: Mapping[str, object], turns: Turns, fence: Fence, metrics: StepMetrics
+        self,
+        session: Session,
+        state: Mapping[str, object],
+        turns: Turns,
+        fence: Fence,
+        attempts: Attempts,
+        metrics: StepMetrics,
     ) -> None:
         self._session = session
         self._state = state
         self._turns = turns
         self._due = turns.due
         self._fence = fence
-        self._attempts = Attempts(session, turns.due)
+        self._attempts = attempts
         self.metrics = metrics
         """Of the step that is under way."""
         self.restored: int | None = None
@@ -48,24 +54,6 @@ class Steps:
         """Whether that came before the end of the loop."""
         self._took_slot = False
         """Whether `save` has taken a slot since the ranks said which they have."""
-
-    @property
-    def last(self) -> Pending | None:
-        """The newest save that goes to the store or to local disks, as far as this rank could take it."""
-        return self._attempts.last
-
-    @last.setter
-    def last(self, pending: Pending | None) -> None:
-        self._attempts.last = pending
-
-    @property
-    def missed(self) -> tuple[int, Exception] | None:
-        """The newest step that was to be saved and is not, and why; None where that or a later one was taken."""
-        return self._attempts.missed
-
-    def miss(self, step: int, error: Exception) -> None:
-        """Notes that a step was to be saved, and is not."""
-        self._attempts.miss(step, True, error)
 
     @property
     def has_saved(self) -> bool:
@@ -102,7 +90,7 @@ class Steps:
         compare = self._attempts.owe_again() or bool(word.agree)
         self._turns.check(word)
         last = self._stops(word) or step == self._due.final
-        with self._turns.busy() if last else nullcontext():  # no step follows, so what waits here is no training
+        with self._turns.stop.busy() if last else nullcontext():  # no step follows, so what waits here is no training
             self._act(step, metrics, word, last, compare)
 
     def _act(self, step: int, metrics: Mapping[str, object] | None, word: Word, last: bool, compare: bool) -> None:
@@ -184,7 +172,7 @@ class Steps:
         if self._attempts.has(step):
             due.skip(to_store)
             return None
-        self._turns.note_saved(to_store)
+        self._turns.tuning.note_saved(to_store)
         order = SaveOrder(
             self._state,
             step,
@@ -213,30 +201,30 @@ class Steps:
     def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
         self._session.stager.fail_left()
-        session, known = self._session, self._attempts.has(step)
+        session, before, known = self._session, self._attempts.last, self._attempts.has(step)
         # what was given up was published, and would be taken for the outcome of another try
         given_up = session.given_up is not None and session.given_up == step
         some, not_all, failed = session.group.max([int(known), int(not known), int(given_up)])
         if failed or (some and not_all):  # a rank without it would go into another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
-        if self.last is not None and known:
+        if before is not None and known:
             if metrics and session.group.rank == 0:
                 log.warning(
                     "step %d is saved already, and the metrics that save() was given now are not with it: they do not "
                     "count for Keep(best=). Give them to after_step(metrics=) or log()",
                     step,
                 )
-            if not self.last.drains:
-                await_local(session, self.last)
+            if not before.drains:
+                await_local(session, before)
                 session.tier.begin_drained()
-                self.last.drain()
-            return self.last
+                before.drain()
+            return before
         began = time.perf_counter()
         await_room(session)
         trained = self._turns.started  # by after_step: an iteration has been
         session.tier.begin_drained()
         told = self.metrics.of(metrics)
-        taken = self.last = save_step(session, SaveOrder(self._state, step, told, spare=trained))
+        taken = self._attempts.last = save_step(session, SaveOrder(self._state, step, told, spare=trained))
         self._took_slot = True
         self._warn_of_metrics(step, told)
         taken.staging.go()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import NoRoom
 from ckptlib.loading.report import LoadReport
 from ckptlib.recovery.restore import Marks
-from ckptlib.saving.attempts import begun
+from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
 
@@ -22,7 +22,7 @@ def keep_restored(
     state: Mapping[str, object],
     report: LoadReport,
     marks: Marks,
-    miss: Callable[[int, Exception], None],
+    attempts: Attempts,
 ) -> Pending | None:
     """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
 
@@ -30,7 +30,7 @@ def keep_restored(
     Retention keeps it as if it had not been saved again.
 
     Returns the save, if there is one. Where the ranks have no room for it, the job goes on without; where the store
-    lacks it, too, `miss` is told of the step, and why.
+    lacks it, too, `attempts` are told of the step, and why.
     """
     with_peers = session.settings.peers is not None
     if report.save is None or (report.committed and not with_peers):
@@ -52,7 +52,7 @@ def keep_restored(
         what = "is not kept in memory" if report.committed else "is not saved again, and the store does not have it"
         log.error("restored step %d, but it %s: %s", report.step, what, error)
         if not report.committed:
-            miss(report.step, error)
+            attempts.miss(report.step, True, error)
         return None
     session.listener.tell(begun(pending, began))
     return pending if pending.persists else None

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 
 from ckptlib.errors import SaveFailed, Superseded
-from ckptlib.format.keys import SaveId
 from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy
@@ -38,15 +36,15 @@ class Turns:
         self._beat = Beat(session.group)
         self._poll = Poll((), [])
         """The votes that went with the last word."""
-        self._tuning = Tuning(session, kinds_of(session.snapshots, self.due, store, memory))
-        self.profile = self._tuning.profile
+        self.tuning = Tuning(session, kinds_of(session.snapshots, self.due, store, memory))
+        self.profile = self.tuning.profile
         """To be told when each `after_step` begins and ends."""
         self._said = -1
         """The step that the last word is for."""
         self._left: int | None = None
         """One that was interrupted before it came to its word."""
         self._preemption = None if preempted is None else Preemption(preempted)
-        self._stop = StopSignal(is_alone())  # last: who is interrupted before is stopped by SIGTERM as ever
+        self.stop = StopSignal(is_alone())  # last: who is interrupted before is stopped by SIGTERM as ever
 
     @property
     def started(self) -> bool:
@@ -65,7 +63,7 @@ class Turns:
             stop=int(self._must_stop),
             failures=due.failures,
             failed=int(due.failures >= MAX_FAILURES),
-            **self._tuning.say(),
+            **self.tuning.say(),
         )
         word, self._poll = say(self._session, word)
         self._beat.start(word, self._poll.votes)
@@ -73,16 +71,16 @@ class Turns:
     @property
     def _must_stop(self) -> bool:
         """Whether this rank was told so."""
-        return self._stop.wanted or (self._preemption is not None and self._preemption.wanted)
+        return self.stop.wanted or (self._preemption is not None and self._preemption.wanted)
 
     def agreed(self, step: int) -> Word:
         """The agreed word for `step`. Raises AgreementFailed where ranks are at different ones."""
-        self._stop.note_step()
+        self.stop.note_step()
         began = time.perf_counter()
         word = self._beat.agreed(step)
         self.profile.note_wait(time.perf_counter() - began)
         self._session.verdicts.conclude(self._poll, self._beat.votes)
-        self._tuning.agree(word)
+        self.tuning.agree(word)
         return word
 
     def leave(self, step: int) -> None:
@@ -97,14 +95,6 @@ class Turns:
         if left is not None and left != step:
             self.agreed(left)
 
-    def remember(self, save: SaveId) -> None:
-        """The state is that of this save: what its start has measured holds until this one knows better. Collective."""
-        self._tuning.remember(save)
-
-    def note_saved(self, to_store: bool) -> None:
-        """A snapshot is taken at this step, and saved to the store as well or not."""
-        self._tuning.note_saved(to_store)
-
     def with_interval(self, metrics: Mapping[str, object] | None) -> Mapping[str, object] | None:
         """The metrics of a save, and the interval that was in force, if ranks have agreed upon one."""
         interval = self.due.store.agreed
@@ -113,7 +103,7 @@ class Turns:
     def check(self, word: Word) -> None:
         """Raises, on all ranks, where they agreed that the training must end."""
         if word.stop:
-            self.heed()
+            self.stop.heed()
         if word.superseded:
             raise self._session.outcomes.superseded or Superseded(
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
@@ -131,20 +121,11 @@ class Turns:
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
             log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
 
-    def busy(self) -> AbstractContextManager[None]:
-        """Within, nobody leaves on SIGTERM because he stands still, as whoever waits for a slot does."""
-        return self._stop.busy()
-
-    def heed(self) -> None:
-        """No step follows: nobody leaves on SIGTERM from here on because he stands still, as whoever waits for a commit
-        does."""
-        self._stop.heed()
-
     def close(self) -> None:
         """Sends no further word, and drops the last one."""
         if not self._session.owner.here:
             return
-        self._stop.remove()
+        self.stop.remove()
         if self._preemption is not None:
             self._preemption.close()
         self._beat.forget()

@@ -63,7 +63,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     """By the first save after one has been measured."""
     root, state = tmp_path / "root", {"w": torch.zeros(3)}
     with ckptlib.Checkpointer(root, state, every=ckptlib.Overhead(0.9), arena=tmp_path) as ckpt:
-        account = ckpt._turns._tuning._kinds.store.account
+        account = ckpt._turns.tuning._kinds.store.account
         assert account is not None
         measured_at, step = None, 0
         while measured_at is None or ckpt.pending is measured_at:

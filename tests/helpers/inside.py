@@ -100,8 +100,8 @@ def owe_a_save(ckpt: ckptlib.Checkpointer) -> None:
 
 def forget_last_save(ckpt: ckptlib.Checkpointer) -> None:
     """So that nobody waits for it, and it may have failed, or not have been taken."""
-    ckpt._steps.last = None
-    ckpt._steps._attempts._missed = None
+    ckpt._attempts.last = None
+    ckpt._attempts._missed = None
 
 
 def refuse_slots(ckpt: ckptlib.Checkpointer, take_slot: Callable[[int], Any]) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +360,7 @@ def test_a_run_that_died_before_its_first_step_begins_again(tmp_path: Path) -> N
         ckpt = job.checkpointer(init_from=path, init_only="model")
         ckpt.restore()
         assert weights(job.model) == weights(before.model)
-        ckpt._let_go(clean=False, timeout=timedelta(0))
+        ckpt._ending.leave()
 
 
 def test_two_ranks_of_fsdp_and_ddp(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def main(directory: Path, case: str) -> None:
 
 def said(ckpt: ckptlib.Checkpointer, step: int, begun: list[int]) -> dict[str, int | None]:
     """After `step` steps."""
-    kinds = ckpt._turns._tuning._kinds
+    kinds = ckpt._turns.tuning._kinds
     kind = kinds.store if ckpt.memory_interval is None else kinds.memory
     pending = ckpt.pending
     return {

@@ -1,0 +1,71 @@
+"""The end of a Checkpointer: what is waited for, and what is left to the writer, the exports and a restart."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+
+from ckptlib.errors import SaveFailed
+from ckptlib.saving.attempts import Attempts
+from ckptlib.saving.exports import Exports
+from ckptlib.saving.keeper import StateKeeper
+from ckptlib.saving.session import Session
+from ckptlib.saving.turns import Turns
+from ckptlib.staging.fence import Fence
+
+
+class Ending:
+    """One per Checkpointer; main thread."""
+
+    def __init__(
+        self, session: Session, turns: Turns, fence: Fence, keeper: StateKeeper, exports: Exports, attempts: Attempts
+    ) -> None:
+        self._session, self._turns, self._fence = session, turns, fence
+        self._keeper, self._exports, self._attempts = keeper, exports, attempts
+
+    def close(self, deadline: float, stopping: bool) -> None:
+        """See `Checkpointer.close`. `deadline`: by the monotonic clock. `stopping`: the job was told to stop, and waits
+        for no export."""
+        with ExitStack() as telling:
+            telling.callback(self._exports.let_go)  # what is not exported is told, whatever is raised
+            self._close_session(deadline)
+            if (missed := self._attempts.missed) is not None:
+                step, why = missed
+                raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
+            if not stopping:
+                telling.pop_all()
+                self._exports.finish(self._attempts.last, self._turns.due.final, deadline)
+
+    def leave(self) -> None:
+        """Waits for nothing: the writer has the slot, and finishes alone."""
+        self._let_go(clean=False, timeout=timedelta(0))
+        self._exports.let_go()
+
+    def _close_session(self, deadline: float) -> None:
+        # Snapshots in memory may be newer than all that is in the store, where the last save failed.
+        needed = self._session.settings.peers is not None
+        clean = not needed or self._attempts.missed is None
+        self._turns.stop.heed()
+        try:
+            last = self._attempts.last
+            if last is not None and self._session.owner.here:
+                wait = last.wait_committed if last.drains else last.wait_local
+                wait(deadline - time.monotonic())
+        except SaveFailed:
+            clean = not needed
+            raise
+        except BaseException:  # WaitTimeout, or Ctrl-C and what a handler of the program raises: who knows how it ends?
+            clean = False
+            raise
+        finally:
+            self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
+
+    def _let_go(self, clean: bool, timeout: timedelta) -> None:
+        self._turns.stop.heed()
+        self._fence.remove()
+        self._keeper.end()
+        try:
+            self._session.close(timeout, clean)
+        finally:  # behind it: whoever stands still here is not left on SIGTERM, whichever Checkpointer is open yet
+            self._turns.close()
