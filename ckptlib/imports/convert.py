@@ -17,12 +17,12 @@ from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.retention import drop
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed, StateError
-from ckptlib.format.box import Box
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.values import Json
 from ckptlib.imports import unfinished
 from ckptlib.imports.foreign import Foreign
+from ckptlib.imports.foreign_step import PIECE_BYTES, rows_of
 from ckptlib.imports.formats import format_of
 from ckptlib.imports.unfinished import IMPORTED, SOURCE, Unfinished
 from ckptlib.loading.progress import progress
@@ -44,9 +44,6 @@ log = logging.getLogger(__name__)
 
 PACK_BYTES = 256 * 1024 * 1024
 """Of a pack: what a killed import has to write again, at most. Smaller ones would be uploaded more slowly."""
-
-COMPARED_BYTES = 64 * 1024 * 1024
-"""That are read back at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +245,7 @@ def _manifest(settings: Settings, step: int) -> Iterator[tuple[Catalog, Manifest
 def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
     """What is stored, with the source: bit by bit. Raises CorruptData."""
     catalog.store.reads_once = True
-    buffer, step = torch.empty(COMPARED_BYTES, dtype=torch.uint8), manifest.save.step
+    buffer, step = torch.empty(PIECE_BYTES, dtype=torch.uint8), manifest.save.step
     with progress(f"comparing step {step} with its source", _nbytes(flat)) as advance:
         reader = Reader(Committed(catalog, manifest), 0)
         if any(flat.aliases.items() - layout.aliases.items() for layout in reader.layouts.values()):
@@ -263,7 +260,7 @@ def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
             if kinds != {(leaf.dtype, leaf.shape)}:
                 raise CorruptData(_differs(leaf.name, step))
             for box, tensor in leaf.pieces:
-                for part, source in _cut(box, tensor):
+                for part, source in rows_of(box, tensor):
                     if source.nbytes > buffer.numel():
                         buffer = torch.empty(source.nbytes, dtype=torch.uint8)
                     target = buffer[: source.nbytes].view(source.dtype).view(source.shape)
@@ -285,14 +282,3 @@ def _differs(what: str, step: int) -> str:
         f"{what}: step {step} is not what the source has now. Did the source change, or is the step of another one? "
         "Import into a new root"
     )
-
-
-def _cut(box: Box, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Along the first dim, in parts of which some fit into memory."""
-    if not box.shape or tensor.nbytes <= COMPARED_BYTES:
-        return [(box, tensor)]
-    rows = max(1, COMPARED_BYTES * box.shape[0] // tensor.nbytes)
-    return [
-        (Box((box.offset[0] + i, *box.offset[1:]), tuple(part.shape)), part)
-        for i, part in ((i, tensor[i : i + rows]) for i in range(0, box.shape[0], rows))
-    ]

@@ -179,7 +179,7 @@ class Foreign:
             items = node.items() if isinstance(node, Mapping) else enumerate(node)
             for key, inner in items:
                 if not self.is_object(key, path):
-                    self.add_tree(inner, _below(path, key))
+                    self.add_tree(inner, join(path, key))
         else:
             self.add_value(path, node)
 
@@ -259,7 +259,7 @@ class Foreign:
             return dict(zip(flat, given, strict=True))
         if flat and all(isinstance(number, str) for number in flat):
             home = self._home_of([str(number) for number in flat])
-            return {number: _below(home, number) if home else str(number) for number in flat}
+            return {number: join(home, number) if home else str(number) for number in flat}
         if len(flat) > 1:
             self.notes.append(
                 f"{path}: its {len(flat)} parameters have no names in the source, only positions. Load it alone, "
@@ -369,7 +369,3 @@ def _paths_to(name: str) -> Iterator[str]:
 
 def _all_begin(state: Mapping[Any, Any], prefix: str) -> bool:
     return bool(state) and all(isinstance(key, str) and key.startswith(prefix) for key in state)
-
-
-def _below(path: str, key: object) -> str:
-    return join(path, key) if path else join("", key)

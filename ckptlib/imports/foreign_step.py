@@ -29,7 +29,7 @@ from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 from ckptlib.stores.io_limits import IoLimits
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""Copied at once: what is told of progress, and how much memory a copy onto a device may take on the way."""
+"""Copied or compared at once: what is told of progress, and how much memory it may take on the way."""
 
 
 class ForeignStep:
@@ -94,7 +94,7 @@ class ForeignReader(Reader):
     def read(self, wants: Sequence[Want[torch.Tensor]], progress: Callable[[int], None]) -> None:
         for want in wants:
             for box, target in want.pieces:
-                for part, piece in _cut(box, target):
+                for part, piece in rows_of(box, target):
                     self._fill(want.name, part, piece, progress)
 
     def _fill(self, name: str, box: Box, target: torch.Tensor, progress: Callable[[int], None]) -> None:
@@ -143,8 +143,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         copyable(target).copy_(copyable(source))
 
 
-def _cut(box: Box, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Along the first dim, in parts of some bytes; nothing of what is empty."""
+def rows_of(box: Box, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Along the first dim, in parts of PIECE_BYTES or of one row; nothing of what is empty."""
     if not box.shape:
         yield box, tensor
     elif box.numel:

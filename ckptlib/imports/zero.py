@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ckptlib.errors import FormatError
-from ckptlib.format.box import Box
-from ckptlib.imports.flat_ranges import boxes_of
+from ckptlib.format.box import Box, boxes_of_range
 from ckptlib.imports.foreign import Foreign
 from ckptlib.imports.mapped import Mapped, numel_of
 from ckptlib.imports.torch_file import read_torch_file
@@ -86,7 +85,10 @@ class Trained:
         if at != numel_of(shape):
             raise FormatError(f"{what}: the ranks' files have {at} elements, {list(shape)} has {numel_of(shape)}")
         for begin, run in runs:
-            pieces += boxes_of(shape, begin, run)
+            pieces += (
+                (box, run[flat - begin :][: box.numel].view(box.shape))
+                for flat, box in boxes_of_range(shape, begin, begin + run.numel())
+            )
         return foreign.in_boxes(runs[0][1].dtype if runs else torch.float32, shape, pieces)
 
     # What the ranks' files have

@@ -17,7 +17,6 @@ from sources import WRITTEN, read, refuses, same, whole
 from torch import nn
 
 import ckptlib
-from ckptlib.imports.flat_ranges import boxes_of
 
 HOME = WRITTEN / "deepspeed-0.19.8"
 TAG = "global_step3"
@@ -126,22 +125,6 @@ def test_a_run_begins_from_it(tmp_path: Path) -> None:
     ) as ckpt:
         assert ckpt.restore().step == 0
     assert all(torch.equal(net.get_parameter(key), tensor.float()) for key, tensor in truth("zero3").items())
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (4, 1, 3, 2), ()])
-def test_any_run_of_any_shape(shape: tuple[int, ...]) -> None:
-    flat = torch.arange(torch.Size(shape).numel()) + 1
-    for begin in range(len(flat) + 1):
-        for end in range(begin, len(flat) + 1):
-            made = torch.zeros(shape, dtype=flat.dtype)
-            boxes = list(boxes_of(shape, begin, flat[begin:end]))
-            for box, tensor in boxes:
-                assert tensor.numel() == box.numel
-                made[box.slices()] = tensor
-            expected = torch.where((flat > begin) & (flat <= end), flat, 0)
-            assert torch.equal(made.flatten(), expected)
-            assert sum(box.numel for box, _ in boxes) == end - begin
-            assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 # What is damaged
