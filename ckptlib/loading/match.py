@@ -29,7 +29,7 @@ from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, is_lazy, local_of
 from ckptlib.state.made_tensors import Holder, put_back
-from ckptlib.state.modules import owners_of, state_to_fill
+from ckptlib.state.modules import attributes_of, state_to_fill
 from ckptlib.state.nests import is_all_plain
 from ckptlib.state.own_loads import innermost, own_loads, resizes
 from ckptlib.state.rng import LoadedRng
@@ -150,7 +150,7 @@ class _Walk(Visitor[Setter]):
     def add_module(self, module: nn.Module, path: str, given: Setter) -> None:
         made: dict[int, torch.Tensor] = {}
         state, holders = state_to_fill(module, path)  # what a hook of it puts in the place of parameters counts
-        owners = owners_of(module)
+        owners = attributes_of(module)
         back: Given = {}
         for name, value in state:
             full = f"{path}/{name}" if path else name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -13,17 +13,26 @@ from ckptlib.errors import UnsupportedState
 _WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
 """By class: the attribute that holds the optimizer it wraps. Such a wrapper never runs `Optimizer.__init__`."""
 
-_LOADERS = ("accelerate.data_loader", "DataLoaderAdapter")
+_LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 """The base of DataLoaderShard and DataLoaderDispatcher."""
+
+
+def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, str] | None:
+    """The module and name of an object's class, or of the nearest of its bases, that is known by them.
+
+    By `type`: a wrapper may say that its class is that of the object in it.
+    """
+    for cls in type(node).__mro__:
+        name = (cls.__module__, cls.__name__)
+        if name in known:
+            return name
+    return None
 
 
 def unwrapped(optimizer: object) -> object:
     """The optimizer that does the work."""
-    for cls in type(optimizer).__mro__:
-        attribute = _WRAPPERS.get((cls.__module__, cls.__name__))
-        if attribute is not None:
-            return unwrapped(getattr(optimizer, attribute))
-    return optimizer
+    known = known_class(optimizer, _WRAPPERS)
+    return unwrapped(getattr(optimizer, _WRAPPERS[known])) if known else optimizer
 
 
 def torch_optimizer(node: torch.optim.Optimizer, path: str) -> torch.optim.Optimizer:
@@ -45,7 +54,7 @@ def refuse_loader(node: object, path: str) -> None:
             "save ckptlib.data.resumable(loader) instead, and take the batches from it, or use torchdata's "
             "StatefulDataLoader"
         )
-    if _is_loader(node) and "dl_state_dict" not in vars(node):
+    if known_class(node, _LOADERS) and "dl_state_dict" not in vars(node):
         raise UnsupportedState(
             f"{path}: accelerate's {type(node).__name__} has no state to save, since its DataLoader keeps none; "
             "create one that does with Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="
@@ -64,9 +73,4 @@ def loader_of(node: Any) -> Callable[[Any], object]:
         node.load_state_dict(state)
         node.dl_state_dict = copy.deepcopy(state)
 
-    return load if _is_loader(node) else node.load_state_dict
-
-
-def _is_loader(node: object) -> bool:
-    """By `type`, since it says that its class is that of the DataLoader in it."""
-    return any((cls.__module__, cls.__name__) == _LOADERS for cls in type(node).__mro__)
+    return load if known_class(node, _LOADERS) else node.load_state_dict

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.errors import UnsupportedState
+from ckptlib.state.frameworks import known_class
 from ckptlib.state.made_tensors import Holder, made_in
 from ckptlib.state.wrappers import canonical
 
@@ -71,13 +72,12 @@ _made: MutableMapping[nn.Module, frozenset[str]] = WeakIdKeyDictionary()
 
 def _refuse(module: nn.Module, path: str) -> None:
     for submodule in module.modules():
-        for cls in type(submodule).__mro__:
-            remedy = _REFUSED.get((cls.__module__, cls.__name__))
-            if remedy is not None:
-                raise UnsupportedState(f"{path}: {cls.__name__} cannot be saved: {remedy}")
+        known = known_class(submodule, _REFUSED)
+        if known:
+            raise UnsupportedState(f"{path}: {known[1]} cannot be saved: {_REFUSED[known]}")
 
 
-def owners_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def attributes_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """By id of tensor: the submodules and attributes that hold it; more than one when it is tied."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():

@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.paths import join
+from ckptlib.state.frameworks import known_class
 from ckptlib.state.leaf import Sharded, storage_of
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,9 @@ _REFUSED_OPTIMIZERS = {
 
 def refuse_optimizer(optimizer: object, path: str) -> None:
     """Raises UnsupportedState for optimizers whose state cannot be named by parameter; not all are torch's."""
-    for cls in type(optimizer).__mro__:
-        remedy = _REFUSED_OPTIMIZERS.get((cls.__module__, cls.__name__))
-        if remedy is not None:
-            raise UnsupportedState(f"{path}: {cls.__name__} flattens its state across ranks: {remedy}")
+    known = known_class(optimizer, _REFUSED_OPTIMIZERS)
+    if known:
+        raise UnsupportedState(f"{path}: {known[1]} flattens its state across ranks: {_REFUSED_OPTIMIZERS[known]}")
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], path: str) -> None:
