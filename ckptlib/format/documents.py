@@ -197,6 +197,13 @@ class Fields:
     def digest(self, name: str) -> str:
         return self.text(name, f"[0-9a-f]{{{HEX_WIDTH}}}")
 
+    def algorithm(self, name: str) -> str:
+        """Of digests."""
+        found = self.text(name)
+        if found not in ALGORITHMS:
+            raise self.fail(f"digest algorithm {brief(found)} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
+        return found
+
     def integers(self, name: str, low: int = 0, high: int = 2**62) -> list[int]:
         value = self.raw(name)
         if isinstance(value, list) and not {*map(type, value)} - {int}:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptlib.errors import FormatError
-from ckptlib.format.digests import ALGORITHMS
 from ckptlib.format.documents import Fields, decode, encode
 from ckptlib.format.keys import (
     MAX_GENERATION,
@@ -53,13 +52,10 @@ class Root:
     @classmethod
     def decode(cls, data: bytes, where: str) -> Root:
         fields = decode("root", data, where)
-        algorithm = fields.text("algorithm")
-        if algorithm not in ALGORITHMS:
-            raise fields.fail(f"digest algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
         deadline_s = fields.number("save_deadline_s")
         if not 0 <= deadline_s <= MAX_DEADLINE_S:
             raise fields.fail(f"a save deadline of {deadline_s:g} s; expected one from 0 to {MAX_DEADLINE_S:g} s")
-        return cls(fields.digest("id"), algorithm, deadline_s)
+        return cls(fields.digest("id"), fields.algorithm("algorithm"), deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format import table_text
 from ckptlib.format.check import Check, decode_check
-from ckptlib.format.digests import ALGORITHMS, HEX_WIDTH, XXH3, digester
+from ckptlib.format.digests import HEX_WIDTH, XXH3, digester
 from ckptlib.format.documents import Fields, as_written, body_of, decode, dump_body, encode, seal
 from ckptlib.format.keys import MAX_RANK, PackSet, PartName, SaveId, pack_set, parse_pack_set, parse_save
 from ckptlib.format.places import Coding, Places, decode_places, encode_places
@@ -127,7 +127,7 @@ class Part:
             fields.text("attempt", "[0-9a-f]{8}"),
             table.placed(places.packs, places.offsets),
             tuple(_decode_pack(row, created, fields) for row in fields.items("packs")),
-            _decode_algorithm(fields),
+            fields.algorithm("algorithm"),
             tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
             fields.tree("values"),
             fields.tree("metrics"),
@@ -168,13 +168,6 @@ class Part:
                 raise FormatError(
                     f"{where}: base [{base.offset}:+{base.stored}] of pack {base.pack} lies outside of it"
                 )
-
-
-def _decode_algorithm(fields: Fields) -> str:
-    algorithm = fields.text("algorithm")
-    if algorithm not in ALGORITHMS:
-        raise fields.fail(f"digest algorithm {brief(algorithm)} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
-    return algorithm
 
 
 _TABLE = b',"table":'
