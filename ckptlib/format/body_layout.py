@@ -23,8 +23,8 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 PARTS, SMALLEST_CHUNK_BYTES = 8, 256 * 1024
 """A shard is cut into up to so many equal parts, where they are no smaller than that: a job of twice, four or eight
-times as many ranks wants halves, quarters or eighths of it, and then reads no byte too many (1.83 times before); where
-nothing divides, no more than a part at each end."""
+times as many ranks wants halves, quarters or eighths of it, and then reads no byte too many (with chunks of CHUNK_BYTES
+alone, 1.83 times what it needs); where nothing divides, no more than a part at each end."""
 
 SHARED_CHUNK_BYTES = 64 * 1024
 """Small shards that lie side by side share a chunk of up to this size: a digest, a row and a call for each would cost

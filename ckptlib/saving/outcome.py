@@ -232,21 +232,18 @@ class Outcomes:
             error = self.superseded = Superseded(text)
         else:
             error = SaveFailed(f"save {key} failed and will never be committed; earlier steps are untouched: {text}")
-        denied = "" if kind != StoreDenied.__name__ else self._until_changed
+        remedy = ""
+        if kind == StoreDenied.__name__:
+            remedy = (
+                "; no save will succeed before somebody changes that, and training ends when saves have failed for "
+                f"{self._max_outage_s / 60:g} min (max_outage)"
+            )
         is_local = self.tier.is_used and outcome.local and kind == StoreFull.__name__
         self.run.fail(time.monotonic(), error, is_local)
-        log.error("%s%s", error, denied)
+        log.error("%s%s", error, remedy)
         outcome.error = error
         self.listener.tell(Failed(outcome.save.step, error, tier="store"))
         self._call_back(outcome)
-
-    @property
-    def _until_changed(self) -> str:
-        minutes = self._max_outage_s / 60
-        return (
-            "; no save will succeed before somebody changes that, and training ends when saves have failed for "
-            f"{minutes:g} min (max_outage)"
-        )
 
     # Asking for one
 
