@@ -22,7 +22,7 @@ from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import check_there
-from ckptlib.catalog.uses import times_of
+from ckptlib.catalog.uses import check_kept, times_of
 from ckptlib.errors import (
     CorruptData,
     FormatError,
@@ -72,8 +72,7 @@ class Committer:
     ) -> Manifest:
         """Makes the step exist. `names`: one part per rank. `elapsed`: since the caller began to look for
         these; None for a save that a dead generation left. `left`: whoever saved it is gone, so nobody knows how long
-        its parts took, and sweeps may have deleted its packs before they came: these are looked for. Nor does any sweep
-        reckon with what it uses.
+        its parts took, and sweeps may have deleted its packs before they came: these are looked for.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
         element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
@@ -85,19 +84,21 @@ class Committer:
         """
         live = elapsed is not None
         elapsed = Elapsed() if elapsed is None else elapsed
-        manifest = self.manifest_of(save, names, left)
+        manifest = self.manifest_of(save, names)
         catalog = self.catalog
         if left:
             _check_packs(catalog, save, names)
         catalog.shared.check_there()
-        check_may_commit(catalog, save)
+        orphaned = check_may_commit(catalog, save)
+        if orphaned:
+            check_kept(catalog, manifest, orphaned)
         catalog.shared.put_copies(manifest.layouts)
         is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
-        stay_or_take_back(catalog, manifest, elapsed, live, left, is_own)
+        stay_or_take_back(catalog, manifest, elapsed, live, orphaned, is_own)
         catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
         return manifest
 
-    def manifest_of(self, save: SaveId, names: Sequence[PartName], left: bool = False) -> Manifest:
+    def manifest_of(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
         """What `commit` puts. Nothing is put yet; raises as above."""
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         if not alike(name.check for name in names):
@@ -109,7 +110,7 @@ class Committer:
         catalog = self.catalog
         first = PartHead.decode(names[0], catalog.store.get(names[0].key) if document is None else document)
         users = self._users(names, first)
-        uses = times_of(catalog, save, users, orphaned=left)
+        uses = times_of(catalog, save, users)
         sizes = [name.nbytes for name in names if name.nbytes is not None]
         return Manifest(
             save=save,

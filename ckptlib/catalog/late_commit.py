@@ -1,8 +1,8 @@
 """A manifest that came too late: a sweep took its save for the remains of a crash, and may have deleted some of it.
 
-A proof is good for EARLY_S, or for as long as a save may take where that is less, and for half of EARLY_S where the job
-is gone: until then what the save uses, and its own objects, stay, whatever sweeps there are. Later, as when the machine
-slept, or the store kept the request that long, a sweep may have deleted some of them between the proof and the
+A proof is good for EARLY_S, or for as long as a save may take where that is less, and for half of EARLY_S where a newer
+job has begun: until then what the save uses, and its own objects, stay, whatever sweeps there are. Later, as when the
+machine slept, or the store kept the request that long, a sweep may have deleted some of them between the proof and the
 manifest. And a sweep goes by the store's clock, which may be several that differ: then a save that has just begun looks
 old. So whoever commits looks again, now that the manifest is there for every sweep to see, and takes the step back
 where something is gone, or may be.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.catalog.uses import TAKEN_BACK, times_of
+from ckptlib.catalog.uses import TAKEN_BACK, check_kept
 from ckptlib.errors import SaveFailed
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
@@ -80,8 +80,8 @@ def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
 
 def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
     """All of its parts, and what it uses of other saves."""
-    save, every = manifest.save, frozenset(range(manifest.world_size))
+    save = manifest.save
     there = {name for names in catalog.parts(save).values() for name in names}
     if not there.issuperset(manifest.parts):
         raise SaveFailed(f"step {save.step}: a sweep has deleted parts of it")
-    times_of(catalog, save, {of: manifest.users.get(of, every) for of in manifest.uses}, orphaned)
+    check_kept(catalog, manifest, orphaned)

@@ -31,11 +31,16 @@ def check_may_change(catalog: Catalog, generation: GenerationId) -> None:
     _check_began(catalog, generation, ids)
 
 
-def check_may_commit(catalog: Catalog, save: SaveId) -> None:
-    """As `check_may_change`, but not for a newer generation that goes on from this save, or from one behind it."""
+def check_may_commit(catalog: Catalog, save: SaveId) -> bool:
+    """As `check_may_change`, but not for a newer generation that goes on from this save, or from one behind it.
+
+    Returns whether there is such a one, and not as this process's own: its job sweeps, and knows nothing of the save.
+    """
     ids = catalog.generation_ids()
     check_goes_on(save, ids, catalog.generation, catalog.store.url)
     _check_began(catalog, save.generation, ids)
+    newest, own = max(ids, default=save.generation), catalog.shared.own_record
+    return newest > save.generation and (own is None or own.id != newest)
 
 
 def _check_began(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> None:

@@ -91,7 +91,7 @@ def times_of(
     catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]], orphaned: bool = False
 ) -> dict[PackSet, float]:
     """When the saves were taken whose packs a save uses, as its manifest tells. `uses`: the ranks that use each.
-    `orphaned`: its job is gone, and no sweep reckons with it.
+    `orphaned`: a newer job has begun, whose sweeps do not reckon with this save.
 
     Raises SaveFailed where nothing keeps one of these packs from being deleted, so that the step would be lost later.
     """
@@ -129,6 +129,12 @@ def times_of(
             "deleted at any time; the step is not committed"
         )
     return found
+
+
+def check_kept(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
+    """Raises as `times_of` does, where what the step uses is not kept any more."""
+    every = frozenset(range(manifest.world_size))
+    times_of(catalog, manifest.save, {of: manifest.users.get(of, every) for of in manifest.uses}, orphaned)
 
 
 def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> list[SaveId]:

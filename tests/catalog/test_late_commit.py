@@ -231,10 +231,11 @@ def test_a_rank_that_slept_as_it_put_its_part_has_not_saved(
 
 
 def left_save(job: SmallJob, dropped_ago: float) -> Save:
-    """Of a job that is dead. The share of rank 0 uses step 1, which another job has dropped so long ago; that of rank 1
-    came only now."""
+    """Of a job that is dead. The share of rank 0 uses step 1, which the job that goes on from memory has dropped so
+    long ago; that of rank 1 came only now."""
     save = job.begin_save()
     job.persist(save, 0)
+    job.begin_from_memory(save)
     another_commits(job)
     job.sweep(KEEP)
     job.advance(dropped_ago)
@@ -243,9 +244,10 @@ def left_save(job: SmallJob, dropped_ago: float) -> Save:
     return save
 
 
-def test_what_a_save_of_a_dead_job_uses_may_go_early(job: SmallJob) -> None:
+@pytest.mark.parametrize("left", [True, False])
+def test_what_a_save_of_a_dead_job_uses_may_go_early(job: SmallJob, left: bool) -> None:
     """A full store is given room by a job that knows of no other saves than its own: what it dropped five minutes ago
-    goes, here between the proof and the manifest."""
+    goes, here between the proof and the manifest. `left`: else the writer that commits has outlived its trainer."""
     save, store = left_save(job, EARLY_S + 1), ActorStore(job.store)
 
     def before(op: str, key: str) -> None:
@@ -255,7 +257,7 @@ def test_what_a_save_of_a_dead_job_uses_may_go_early(job: SmallJob) -> None:
     store.before = before
     committer = Committer(Catalog(store))  # type: ignore[arg-type]
     with pytest.raises(SaveFailed, match=r"step 2: needs packs of .*, which no committed step uses any more"):
-        committer.commit_when_whole(save.id, save.world_size, lambda: 0.0, left=True)
+        committer.commit_when_whole(save.id, save.world_size, lambda: 0.0, left=left)
     job.check()
 
 

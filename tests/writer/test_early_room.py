@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from helpers.actors import ActorStore, Crash, no_chance
-from helpers.small_job import GRACE, Save, SmallJob, copied
+from helpers.small_job import DEADLINE_S, GRACE, Save, SmallJob, copied
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
@@ -82,6 +82,16 @@ def test_where_nobody_knows_that_a_save_is_under_way_it_is_refused() -> None:
         at += 1
     assert outcomes == {False, True}
     assert is_refused
+
+
+def test_a_restart_that_comes_late_commits_what_was_whole() -> None:
+    """No other job has begun since, whose sweeps would not reckon with it. The step that was dropped is older than the
+    last one, and this one newer."""
+    job, slow = job_with_a_slow_save()
+    job.advance(DEADLINE_S - EARLY_S)
+    job.finish()
+    assert slow.id in job.listed
+    job.check()
 
 
 def test_what_failed_saves_left_goes_too() -> None:
