@@ -104,10 +104,19 @@ def _name(path: Path, final: Path) -> None:
     try:
         os.link(path, final)
     except OSError:  # it is there, or this is a directory, or the file system has no hard links
-        _check_free(final)
-        path.rename(final)
-    else:
-        path.unlink()
+        if not _is_one_file(path, final):
+            _check_free(final)
+            path.rename(final)
+            return
+    path.unlink()
+
+
+def _is_one_file(path: Path, final: Path) -> bool:
+    """NFS sends a request again when the answer is lost: the second one finds the link of the first."""
+    try:
+        return path.samefile(final)
+    except FileNotFoundError:
+        return False
 
 
 def _check_free(path: Path) -> None:

@@ -244,6 +244,22 @@ def test_of_two_exports_at_the_same_time_one_has_all_the_names(tmp_path: Path, m
     assert [(tmp_path / name).read_text() for name in names] == ["old", "old"]
 
 
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO], ids=errno.errorcode.get)
+def test_a_name_that_was_given_though_an_error_answered_is_given(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As on NFS, where the first answer was lost."""
+    link = os.link
+
+    def answer(path: Path, final: Path) -> None:
+        link(path, final)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", answer)
+    ckptlib.export(path, path.parent / "x.safetensors")
+    assert beside(path) == ["root", "x.safetensors"]
+
+
 def test_where_there_are_no_hard_links_files_get_their_names_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, final: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
