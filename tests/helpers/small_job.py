@@ -275,7 +275,7 @@ class SmallJob:
 
     def rescue_later(self, save: Save, ranks: Iterable[int], killed_after: int | None = None) -> None:
         """Writers that are left persist what a later generation went on from, whatever that has come to. Refused only
-        where the newest generation goes on from elsewhere."""
+        where the newest generation goes on from elsewhere, or where it was a step that retention has dropped."""
         slots, goes_on = [self.slot(save, rank) for rank in range(save.world_size)], self.goes_on_from(save.id)
         for rank in ranks:
             writer = self._writer(rank, save.world_size)
@@ -289,7 +289,7 @@ class SmallJob:
                 except Superseded:
                     assert not goes_on, "refused, though the job goes on from it"
                 except SaveFailed:
-                    assert self.now - save.began > DEADLINE_S
+                    assert self.now - save.began > DEADLINE_S or save.id.trash_key in self.keys("trash/")
         self._committed(save.id)
 
     def goes_on_from(self, save: SaveId) -> bool:
