@@ -60,12 +60,31 @@ class _Proved:
     """Of all chunks."""
 
 
+@dataclass(slots=True)
+class _Put:
+    """A manifest that is put, or may be: nobody has looked behind it yet."""
+
+    manifest: Manifest
+    elapsed: Elapsed
+    live: bool
+    orphaned: bool
+    seconds: float | None = None
+    """From the begin of the proof to the answer; None: that has not come."""
+
+    def look(self, catalog: Catalog, is_own: bool) -> None:
+        """Raises as `stay_or_take_back` does."""
+        seconds = self.elapsed.at_most() if self.seconds is None else self.seconds
+        stay_or_take_back(catalog, self.manifest, seconds, self.live, self.orphaned, is_own)
+
+
 class Committer:
     """Commits the steps of one root, and remembers for which tables it has proved that they are whole."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
+        self._put: _Put | None = None
+        """The last one, where the store failed as it was put, or behind that."""
 
     def commit(
         self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None, left: bool = False
@@ -93,9 +112,12 @@ class Committer:
         if orphaned:
             check_kept(catalog, manifest, orphaned)
         catalog.shared.put_copies(manifest.layouts)
+        put = self._put = _Put(manifest, elapsed, live, orphaned)
         is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
-        stay_or_take_back(catalog, manifest, elapsed, live, orphaned, is_own)
+        put.seconds = elapsed.at_most()
+        put.look(catalog, is_own)
         catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
+        self._put = None
         return manifest
 
     def manifest_of(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
@@ -158,8 +180,12 @@ class Committer:
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
-        if self.catalog.is_committed(save):  # by one that died before it could say so
-            return self.catalog.manifest(save)
+        if self.catalog.is_committed(save):  # by one that died before it could say so, or before an outage
+            manifest = self.catalog.manifest(save)
+            if self._put is not None and self._put.manifest.save == save:
+                self._put.look(self.catalog, is_own=False)
+                self.catalog.shared.put_again(manifest.layouts)
+            return manifest
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:

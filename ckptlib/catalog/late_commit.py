@@ -16,7 +16,6 @@ So one of the two sees the other, whatever the clocks say. No torch.
 from __future__ import annotations
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import TAKEN_BACK, check_kept
 from ckptlib.errors import SaveFailed
@@ -29,15 +28,15 @@ LATE_S = 5.0
 
 
 def stay_or_take_back(
-    catalog: Catalog, manifest: Manifest, elapsed: Elapsed, live: bool, orphaned: bool, is_own: bool
+    catalog: Catalog, manifest: Manifest, seconds: float, live: bool, orphaned: bool, is_own: bool
 ) -> None:
-    """Of a step whose manifest has just been put. `elapsed`: since the proof began. `live`: it was saved just now, not
+    """Of a step whose manifest was put so many seconds after the proof began. `live`: it was saved just now, not
     by a job that is gone, of whose saves a sweep may have put trash records in this moment, a grace period before it
-    deletes any. `orphaned`: see `uses.times_of`. `is_own`: no other committer had put it. Raises SaveFailed when the
-    step has lost something, or may: it is taken back then, unless it is another one's, who may have said that it is
-    there to stay.
+    deletes any. `orphaned`: see `uses.times_of`. `is_own`: this committer has put it, and just now. Raises SaveFailed
+    when the step has lost something, or may: it is taken back then, unless it is another one's, who may have said that
+    it is there to stay, or has been there for a while, in which somebody may have come to rely on it.
     """
-    save, late = manifest.save, _is_late(catalog, elapsed, orphaned)
+    save, late = manifest.save, _is_late(catalog, seconds, orphaned)
     try:
         if live or late:
             _check_not_condemned(catalog, manifest)
@@ -45,7 +44,7 @@ def stay_or_take_back(
             _check_all(catalog, manifest, orphaned)
     except SaveFailed as error:
         if not is_own:
-            raise SaveFailed(f"{error}. Another process has put its manifest, which stays") from error
+            raise SaveFailed(f"{error}. Its manifest was put by another one, or some time ago, and stays") from error
         take_back(catalog, save)
         why = (
             "Its manifest came so long after its parts were proved: was the machine suspended, or the store out of "
@@ -63,9 +62,8 @@ def take_back(catalog: Catalog, save: SaveId) -> None:
     catalog.store.delete(save.manifest_key)
 
 
-def _is_late(catalog: Catalog, elapsed: Elapsed, orphaned: bool) -> bool:
-    """Whether a proof that began then may be good no longer. Asks the store only where it may."""
-    seconds = elapsed.at_most()
+def _is_late(catalog: Catalog, seconds: float, orphaned: bool) -> bool:
+    """Whether a proof that began so long ago may be good no longer. Asks the store only where it may."""
     return seconds > LATE_S and seconds > min(catalog.root().save_deadline_s, EARLY_S / (2 if orphaned else 1))
 
 

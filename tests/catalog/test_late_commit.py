@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 from helpers.actors import ActorStore, no_chance
@@ -13,7 +14,7 @@ from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import SaveFailed, StoreError
 from ckptlib.format import manifest
 from ckptlib.format.keys import PackSet
 from ckptlib.policy.keep import EARLY_S, Keep
@@ -113,12 +114,43 @@ def test_a_step_that_another_one_has_committed_is_not_taken_back(
         job.sweep(keep)
         job.advance(2 * DEADLINE_S)
 
-    with pytest.raises(SaveFailed, match=r"needs packs of .* Another process has put its manifest, which stays"):
+    with pytest.raises(SaveFailed, match=r"needs packs of .* Its manifest was put by another one, .* and stays"):
         commit_asleep(job, save, monkeypatch, happens)
     assert save.id in job.found_listed()
     job.check()
     job.settle(keep)
     assert {other.step for other in job.listed} == {2, 3}
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_step_behind_which_the_store_was_away_is_looked_at_by_the_next_try(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """As a writer with a local disk tries again. It may have been listed for a while, so it is not taken back."""
+    save, wall, slept = job.save(), time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def before(op: str, key: str) -> None:
+        nonlocal slept
+        if op == "put" and key == save.id.manifest_key and sleeps:
+            began = job.now
+            another_commits(job)
+            sweep_after_grace(job, 2)
+            slept = job.now - began
+        if op == "get" and key == save.id.trash_key:
+            writer.store.before = lambda op, key: None
+            raise StoreError("away")
+
+    writer, left = job.writers[0], lambda: 0.0
+    writer.store.before = before
+    with pytest.raises(StoreError, match="away"):
+        writer.committer.commit_when_whole(save.id, save.world_size, left)
+    with pytest.raises(SaveFailed, match=r"and stays") if sleeps else nullcontext():
+        writer.committer.commit_when_whole(save.id, save.world_size, left)
+    assert save.id in job.found_listed()
+    if not sleeps:
+        job._committed(save.id)
+        job.check()
 
 
 def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
