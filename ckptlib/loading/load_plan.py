@@ -23,7 +23,17 @@ from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.reading.reader import Want
 from ckptlib.reading.saved_names import SavedNames
-from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, leaf_of, torch_dtype
+from ckptlib.state.leaf import (
+    Leaf,
+    PerRank,
+    Plain,
+    Sharded,
+    dtype_name,
+    is_elsewhere,
+    leaf_of,
+    refuse_freed,
+    torch_dtype,
+)
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
 from ckptlib.state.wrappers import is_extra_state
 
@@ -70,6 +80,9 @@ class LoadPlan:
 
     def targets(self, tops: Sequence[str] = ()) -> Targets:
         """All that was collected. `tops`: the first level of the state's names."""
+        for want in self._wants:  # `state_dict()` of a module that was met later may have freed what it is to fill
+            for _, piece in want.pieces:
+                refuse_freed(piece, want.name)
         idle, unused = self._asked.idle(), [*self._unexpected, *self._never_used()]
         if self._asked.patterns is None:
             saved = self.saved.values

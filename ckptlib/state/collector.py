@@ -111,7 +111,8 @@ class Collector:
         """As `add_tensor`, with each question asked once: nearly all tensors are such, and there may be thousands."""
         self._claim(name)
         known = self._memo.leaves.get(name)
-        if known is None or known.tensor is not tensor:
+        is_known = known is not None and known.tensor is tensor
+        if not is_known:
             refuse_tensor(tensor, name)
         found, number = self.findings.joined(), id(tensor)
         found.param_names.setdefault(number, name)
@@ -123,11 +124,13 @@ class Collector:
             first = found.seen.setdefault(key, name)
             tied = None if first is name else first
         owner = self.owners.get(number)
-        if known is not None and known.tensor is tensor and known.at == at:
+        if known is not None and is_known and known.at == at:
             leaf = known.leaf
             if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, OwnPerRank) == per_rank:
                 found.leaves.append(leaf)
                 return
+        elif is_known:
+            refuse_tensor(tensor, name)  # it may have lost its memory
         made = leaf_of_plain(tensor, name, per_rank, owner, tied)
         if self._is_lent(tensor, owner):
             made = replace(made, lent=True)

@@ -22,7 +22,7 @@ from ckptlib.format.paths import join, segment_of
 from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
-from ckptlib.state.leaf import PLAIN, Sharded
+from ckptlib.state.leaf import PLAIN, Sharded, refuse_freed
 from ckptlib.state.made_tensors import lost
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
@@ -65,6 +65,10 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
     walk = _Walk(memo, dict(memo.owners))
     walk.visit(state, False)
     flat, trace = walk.flat, walk.findings.trace()
+    if walk.asked:
+        for leaf in chain(trace.leaves, *(section.leaves for section in trace.sections)):
+            for _, piece in leaf.pieces:
+                refuse_freed(piece, leaf.name)
     if trace.is_that_of(memo.trace):
         flat.leaves = memo.last
     else:
@@ -93,6 +97,9 @@ class _Walk(Visitor[bool], Collector):
         Visitor.__init__(self)
         Collector.__init__(self, memo, owners)
         self.sections: set[tuple[str, bool]] = set()
+        self.asked = False
+        """Whether a module's `state_dict()` was called: FSDP2 shards parameters again in it, and frees the memory of
+        whole ones, which may have been found by then."""
 
     @override
     def below_per_rank(self, per_rank: bool) -> bool:
@@ -157,6 +164,7 @@ class _Walk(Visitor[bool], Collector):
         others: list[tuple[str, object]] = []
         made: list[tuple[str, torch.Tensor]] = []
         state = named_state(module, path)
+        self.asked = True
         made_by_hooks = made_names(module)
         for name, value in state:
             full = f"{path}/{name}" if path else name

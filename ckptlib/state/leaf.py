@@ -228,9 +228,20 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
             f"{name}: is on the meta device and has no memory; load allocates memory for tensors of modules only, "
             "create others with torch.empty(..., device=...)"
         )
+    refuse_freed(tensor, name)
     if not _is_known(tensor.dtype):
         raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; save tensor.view(torch.uint8)")
     return tensor
+
+
+def refuse_freed(tensor: torch.Tensor, name: str) -> None:
+    """Raises UnsupportedState for an ordinary tensor of which the shape is left, and no memory: to read it would end
+    the process."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise UnsupportedState(
+            f"{name}: its memory was freed, as FSDP2 frees that of a whole parameter once it is sharded again; give "
+            "the module, or take parameters from it while they are sharded: module.reshard()"
+        )
 
 
 @lru_cache(maxsize=64)

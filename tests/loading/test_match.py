@@ -158,6 +158,14 @@ def test_a_plain_meta_tensor_is_refused(root: Root) -> None:
         root.load({"t": torch.empty(3, device="meta")})
 
 
+def test_a_tensor_whose_memory_was_freed_is_refused(root: Root) -> None:
+    root.save({"t": torch.ones(3)})
+    target = torch.zeros(3)
+    target.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedState, match="t: its memory was freed"):
+        root.load({"t": target})
+
+
 # -- what does not fit
 
 

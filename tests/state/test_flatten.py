@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from onerank import Holder
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ckptlib
@@ -212,6 +213,51 @@ def test_what_changed_in_place_gives_new_leaves(change: Callable[[torch.Tensor],
     assert isinstance(leaf.held, OwnPerRank)
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP2 leaves whole parameters behind."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("beside", [0, 20])
+def test_memory_that_is_freed_between_two_saves_is_never_read(beside: int) -> None:
+    memo = Memo()
+    tensor = torch.ones(9)[3:]
+    state = {"d": {**{str(i): torch.ones(1) for i in range(beside)}, "t": tensor}}
+    for _ in range(2):
+        flatten(state, memo)
+    freed(tensor)
+    for _ in range(2):
+        with pytest.raises(UnsupportedState, match="d/t: its memory was freed"):
+            flatten(state, memo)
+    tensor.untyped_storage().resize_(36)
+    flatten(state, memo)
+
+
+def test_whole_parameters_that_fsdp2_has_freed_are_refused(world: None) -> None:
+    model = nn.Linear(3, 3)
+    fully_shard(model)
+    model(torch.ones(1, 3))
+    state = {"p": dict(model.named_parameters())}  # of the whole model, until it is sharded again
+    flatten(state)
+    model.reshard()
+    with pytest.raises(UnsupportedState, match=r"p/weight: its memory was freed.*module.reshard\(\)"):
+        flatten(state)
+    flatten({"p": dict(model.named_parameters())})
+
+
+def test_whole_parameters_that_the_walk_itself_frees_are_refused(world: None, tmp_path: Path) -> None:
+    model, memo = nn.Linear(3, 3), Memo()
+    fully_shard(model)
+    ckptlib.save(tmp_path, {"p": {"weight": torch.ones(3, 3)}, "m": {}}, 1)
+    model.unshard()
+    state = {"p": {"weight": model.weight}, "m": model}  # whose state_dict() shards it again
+    for call in (lambda: flatten(state, memo), lambda: ckptlib.load(tmp_path, state, strict=False)):
+        model.unshard()
+        with pytest.raises(UnsupportedState, match="p/weight: its memory was freed"):
+            call()
+
+
 def test_a_square_that_is_transposed_in_place_is_another_leaf() -> None:
     memo = Memo()
     tensor = torch.arange(9.0).view(3, 3)
@@ -313,6 +359,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "quantized": (quantized, "quantized; save its parts"),
     "nested": (nested, "nested; save its parts"),
     "meta": (lambda: torch.empty(3, device="meta"), "meta device and has no memory"),
+    "freed": (lambda: freed(torch.ones(3)), "x: its memory was freed"),
+    "freed, by hand": (lambda: Sharded(freed(torch.ones(3)), (0,), (3,)), "x: its memory was freed"),
     "lazy": (lambda: nn.LazyLinear(3), "x/weight: is not initialised yet; run one forward pass"),
     "lazy buffer": (lambda: nn.LazyBatchNorm1d(), "is not initialised yet; run one forward pass"),
     "lazy, by hand": (lambda: Sharded(nn.UninitializedParameter(), (0,), (1,)), "is not initialised yet"),
