@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from ckptlib.state.subclasses import is_subclass
 from ckptlib.state.wrappers import canonical, inner_name
 
 
@@ -38,9 +39,9 @@ def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) 
             continue
         if _loads_itself(module, module is outermost):
             covered.update(map(id, module.modules()))
-            calls.append(partial(_load_again, module, module is outermost))
+            calls.append(partial(_load_again, module, module is outermost, top))
         else:
-            calls.append(partial(_run_post_hooks, module))
+            calls.append(partial(_run_post_hooks, module, top))
     return calls[::-1]  # as torch has it, those inside come first
 
 
@@ -58,15 +59,19 @@ def give(module: nn.Module, state: dict[str, Any], is_outermost: bool) -> object
 
 
 @contextmanager
-def keeping_parameters(module: nn.Module) -> Iterator[None]:
+def keeping_parameters(module: nn.Module, top: nn.Module | None = None) -> Iterator[None]:
     """Puts back parameters for which the body puts new ones in their place, with the values of these: an optimizer has
-    those that were there, and would train nothing that the module has. One that is tied to another now stays so."""
+    those that were there, and would train nothing that the module has. One that is tied to another of `top` now stays
+    so, and one that was made of other tensors, as by quantizing it, stays what it is."""
     before = dict(module.named_parameters(remove_duplicate=False))
-    known, holders = {*map(id, before.values())}, dict[int, nn.Module]()
+    known = {*map(id, before.values()), *map(id, () if top is None else top.parameters())}
+    holders: dict[int, nn.Module] = {}
     yield
     for name, new in [*module.named_parameters(remove_duplicate=False)]:
         old = before.get(name)
         if id(new) in known or old is None or old.is_meta or (old.shape, old.dtype) != (new.shape, new.dtype):
+            continue
+        if is_subclass(new) and type(new) is not type(old):
             continue
         old.copy_(new)
         owner, _, attribute = name.rpartition(".")
@@ -171,9 +176,9 @@ def _above(names: Iterable[str]) -> set[str]:
     return found
 
 
-def _load_again(module: nn.Module, is_outermost: bool) -> None:
+def _load_again(module: nn.Module, is_outermost: bool, top: nn.Module) -> None:
     """Gives it what it has. To copy a tensor onto itself changes nothing."""
-    with _mode_of(module), torch.no_grad(), keeping_parameters(module):
+    with _mode_of(module), torch.no_grad(), keeping_parameters(module, top):
         state = module.state_dict(keep_vars=True)
         if is_outermost:
             give(module, state, is_outermost)
@@ -181,8 +186,8 @@ def _load_again(module: nn.Module, is_outermost: bool) -> None:
             nn.Module.load_state_dict(module, state, strict=False)
 
 
-def _run_post_hooks(module: nn.Module) -> None:
-    with _mode_of(module), torch.no_grad(), keeping_parameters(module):
+def _run_post_hooks(module: nn.Module, top: nn.Module) -> None:
+    with _mode_of(module), torch.no_grad(), keeping_parameters(module, top):
         _run_hooks(module, _post_hooks(module))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.scaled import Scaled
 from onerank import Root, opened, same_modules
 from test_made_tensors import WRAPPINGS
 from torch import nn
@@ -465,3 +466,28 @@ def test_parameters_that_a_module_ties_stay_tied(root: Root) -> None:
     target = Tying()
     root.move({"m": Tying(3.0)}, {"m": target})
     assert target.again is target.weight
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_a_parameter_that_is_tied_to_one_of_another_module_stays_so(root: Root, method: bool) -> None:
+    def make(value: float) -> nn.Sequential:
+        made = nn.Sequential(Derived(value), nn.Sequential((Derived, AnewByMethod)[method](value)))
+        made[1].register_load_state_dict_post_hook(lambda module, keys: setattr(module[0], "weight", made[0].weight))
+        return made
+
+    target = make(0.0)
+    weight = target[0].weight
+    root.move({"m": make(3.0)}, {"m": target})
+    assert target[0].weight is weight
+    assert target[1][0].weight is weight
+
+
+def test_a_parameter_that_a_hook_quantizes_stays_quantized(root: Root) -> None:
+    def quantize(module: Derived, keys: Any) -> None:
+        module.weight = nn.Parameter(Scaled(module.weight.detach().to(torch.int8), torch.ones(1)), False)
+
+    target = Derived()
+    target.register_load_state_dict_post_hook(quantize)  # type: ignore[arg-type]
+    root.move({"m": Derived(3.0)}, {"m": target})
+    assert isinstance(target.weight, Scaled)
+    assert torch.equal(target.weight.value(), torch.full_like(target.weight.value(), 3.0))
