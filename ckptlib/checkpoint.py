@@ -22,6 +22,7 @@ from ckptlib.format.part import Part
 from ckptlib.format.paths import join
 from ckptlib.loading.match import targets
 from ckptlib.loading.overlaps import bring_together, set_apart
+from ckptlib.loading.own_values import warn_of_own_values
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
@@ -269,6 +270,7 @@ def _load_step(
         wanted.complete()
 
     together(group, what, complete)
+    warn_of_own_values(group, source, reader, wanted, RNG)
     if whole is not order.state and isinstance(order.state, MutableMapping):  # plain values were put into the copy
         order.state.update({key: value for key, value in whole.items() if key != RNG})
     report = LoadReport(

@@ -77,6 +77,8 @@ class LoadPlan:
         """By place in memory: the saved tensor that fills it. One memory may be under two tensors of the state."""
         self._apart: set[str] = set()
         """See `Targets.apart`."""
+        self.alone: list[str] = []
+        """See `Targets.alone`."""
 
     def targets(self, tops: Sequence[str] = ()) -> Targets:
         """All that was collected. `tops`: the first level of the state's names."""
@@ -107,6 +109,7 @@ class LoadPlan:
             self._used,
             tuple(tops) if self._asked.patterns is None else (),
             self._apart,
+            tuple(self.alone),
         )
 
     def _never_used(self) -> Iterator[str]:

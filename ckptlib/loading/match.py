@@ -26,7 +26,7 @@ from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets, outside_inference
 from ckptlib.loading.trees import add_object
 from ckptlib.reading.saved_names import SavedNames
-from ckptlib.state.frameworks import loader_of
+from ckptlib.state.frameworks import counts_alone, loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, is_lazy, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import attributes_of, state_to_fill
@@ -117,7 +117,8 @@ class _Walk(Visitor[Setter]):
     @override
     def add_stateful(self, node: Any, path: str, given: Setter) -> None:
         device = torch.device("cpu") if isinstance(node, LoadedRng) else None
-        add_object(self._plan, path, node.state_dict, loader_of(node), device)
+        if add_object(self._plan, path, node.state_dict, loader_of(node), device) and counts_alone(node):
+            self._plan.alone.append(path)
 
     @override
     def add_plain(self, value: object, path: str, given: Setter) -> None:

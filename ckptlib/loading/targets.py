@@ -42,6 +42,8 @@ class Targets:
     """The first level of the state's names, where all of the step was asked for."""
     apart: Set[str] = frozenset()
     """Names of the state that are read into memory of their own, and are as they were until all is filled."""
+    alone: tuple[str, ...] = ()
+    """Names of data loaders that count the batches of one rank alone."""
 
     def check(self, step: int, unexpected: Sequence[str], strict: bool) -> None:
         """Raises StateMismatch with all that does not fit. `unexpected`: names that no rank's state has."""

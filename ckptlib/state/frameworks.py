@@ -16,6 +16,8 @@ _WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
 _LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 """The base of DataLoaderShard and DataLoaderDispatcher."""
 
+_COUNT_ALONE = {*_LOADERS, ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
+
 
 def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, str] | None:
     """The module and name of an object's class, or of the nearest of its bases, that is known by them.
@@ -74,3 +76,9 @@ def loader_of(node: Any) -> Callable[[Any], object]:
         node.dl_state_dict = copy.deepcopy(state)
 
     return load if known_class(node, _LOADERS) else node.load_state_dict
+
+
+def counts_alone(node: object) -> bool:
+    """Whether it is a data loader whose place is the number of batches that one rank has had: it holds while as many
+    ranks share the data."""
+    return known_class(node, _COUNT_ALONE) is not None

@@ -1,0 +1,89 @@
+"""What the saved ranks had each of its own, where another number of ranks loads it.
+
+Nothing of it can be divided anew: a rank takes that of its own number, or rank 0's where there was none. Knows what to
+say of that, and not what the values mean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+
+from ckptlib.errors import CkptError
+from ckptlib.format.layout import OwnPerRank
+from ckptlib.format.values import Json
+from ckptlib.loading.reader import Reader
+from ckptlib.loading.targets import Targets
+from ckptlib.ranks.group import Group
+from ckptlib.reading.source import StepSource
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded: Targets, generators: str) -> None:
+    """Rank 0 says what of that was loaded, without the random `generators`, which tell it themselves. Collective."""
+    saved, now = source.world_size, group.size
+    if saved == now:
+        return
+    differing = _differing(group, source, reader, loaded)
+    if group.rank != 0:
+        return
+    names = _own_tensors(reader, loaded, generators) | differing
+    if names:
+        new = f"ranks {saved} and up have rank 0's"
+        over = f"what ranks {now} and up had is loaded nowhere" if saved > now else new
+        log.warning(
+            "step %d was saved by %d ranks, each of which had its own in %s. Here are %d: each has what the one of its "
+            "number had, and %s",
+            *(source.save.step, saved, _brief(names), now, over),
+        )
+    if loaded.alone:
+        log.warning(
+            "step %d was saved by %d ranks, and %s tells how many batches a single one of them had had. Here are %d: "
+            "unless as many as before divide the data, items of this epoch are left out or come twice. "
+            "ckptlib.data.resumable counts the items of all ranks",
+            *(source.save.step, saved, _brief(loaded.alone), now),
+        )
+
+
+def _own_tensors(reader: Reader, loaded: Targets, generators: str) -> set[str]:
+    layout = reader.layouts[reader.part(reader.own_rank).table.layout]
+    own = {entry.name for entry in layout.tensors if isinstance(entry.holding, OwnPerRank)}
+    return {want.name for want in loaded.wants if want.name in own and want.name.partition("/")[0] != generators}
+
+
+def _differing(group: Group, source: StepSource, reader: Reader, loaded: Targets) -> set[str]:
+    """The names of plain values that were loaded and that not all of the ranks had alike: those whose values are here,
+    or, where only rank 0's are, the last one. Collective."""
+    mine = _loaded(reader.part(reader.own_rank).values, loaded)
+    if group.size == 1:
+        return _unlike(mine, _last_values(source, reader)) if mine else set()
+    first: dict[str, Json] = json.loads(group.broadcast(json.dumps(mine).encode() if group.rank == 0 else None))
+    told = group.gather(json.dumps(sorted(_unlike(mine, first))).encode())
+    return set[str]().union(*map(json.loads, told))
+
+
+def _loaded(values: Mapping[str, Json], loaded: Targets) -> dict[str, Json]:
+    return {name: value for name, value in values.items() if name in loaded.taken}
+
+
+def _last_values(source: StepSource, reader: Reader) -> Mapping[str, Json]:
+    """Of the last of the saved ranks; none where they cannot be had, since nothing else may depend on that."""
+    last = source.world_size - 1
+    try:
+        source.bring({last})
+        return reader.part(last).values
+    except CkptError as error:
+        log.debug("step %d: the values of rank %d cannot be compared: %s", source.save.step, last, error)
+        return {}
+
+
+def _unlike(values: Mapping[str, Json], others: Mapping[str, Json]) -> set[str]:
+    return {name for name, value in values.items() if name in others and others[name] != value}
+
+
+def _brief(names: Sequence[str] | set[str]) -> str:
+    shown = sorted(names)
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return ", ".join(shown[:8]) + more

@@ -1,0 +1,111 @@
+"""Three ranks that load what two had saved, or one of them alone: rank 0 tells what each had of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from onerank import Holder
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from workers.rank_cases import rank, run_cases, warnings_of_ckptlib
+
+import ckptlib
+
+
+def group_of(*ranks: int) -> dist.ProcessGroup:
+    group = dist.new_group([*ranks])
+    assert group is not None
+    return group
+
+
+def saved_by_two(directory: Path, state: dict[str, Any]) -> dist.ProcessGroup:
+    """Returns the group of rank 0 alone."""
+    pair, alone = group_of(0, 1), group_of(0)
+    if rank() < 2:
+        ckptlib.save(directory, state, 1, process_group=pair)
+    dist.barrier()
+    return alone
+
+
+def told_by_load(directory: Path, state: dict[str, Any], group: dist.ProcessGroup | None, **options: Any) -> list[str]:
+    told: list[str] = []
+    if group is None or rank() == 0:
+        with warnings_of_ckptlib() as told:
+            ckptlib.load(directory, state, process_group=group, **options)
+    dist.barrier()
+    return told
+
+
+def of_rank(number: int) -> dict[str, Any]:
+    return {
+        "w": torch.ones(3),
+        "place": Holder({"shard": number, "seed": 7}),
+        "rank": number,
+        "lr": 0.1,
+        "own": ckptlib.PerRank(torch.full((2,), float(number))),
+    }
+
+
+FIRST = "step 1 was saved by 2 ranks, each of which had its own in own, place, rank. Here are"
+
+
+def test_more_ranks(directory: Path) -> None:
+    saved_by_two(directory, of_rank(rank()))
+    state = of_rank(9)
+    told = told_by_load(directory, state, None)
+    more = f"{FIRST} 3: each has what the one of its number had, and ranks 2 and up have rank 0's"
+    assert told == ([] if rank() else [more])
+    assert state["rank"] == state["place"].content["shard"] == state["own"].value[1] == rank() % 2
+
+
+def test_fewer_ranks(directory: Path) -> None:
+    alone = saved_by_two(directory, of_rank(rank()))
+    state = of_rank(9)
+    fewer = f"{FIRST} 1: each has what the one of its number had, and what ranks 1 and up had is loaded nowhere"
+    assert told_by_load(directory, state, alone) == ([] if rank() else [fewer])
+    assert told_by_load(directory, {"w": torch.ones(3), "lr": 0.2}, alone, only=["w", "lr"]) == [], "it is not loaded"
+
+
+def test_what_is_alike_is_not_told(directory: Path) -> None:
+    alone = saved_by_two(directory, {"w": torch.ones(3), "place": Holder({"seed": 7}), "lr": 0.1})
+    for group in (None, alone):
+        assert told_by_load(directory, {"w": torch.ones(3), "place": Holder({}), "lr": 0.2}, group) == []
+
+
+def loader(world_size: int) -> Any:
+    sampler = DistributedSampler(range(12), world_size, min(rank(), world_size - 1), shuffle=False)  # type: ignore[arg-type]
+    return StatefulDataLoader(range(12), 2, sampler=sampler)  # type: ignore[arg-type, call-arg]
+
+
+def test_a_loader_that_counts_for_each_rank(directory: Path) -> None:
+    """Its state is alike on all ranks, and means another item with another number of them."""
+    source = loader(2)
+    assert len([batch for batch, _ in zip(source, range(1), strict=False)]) == 1
+    alone = saved_by_two(directory, {"w": torch.ones(3), "data": source})
+    state = {"w": torch.ones(3), "data": loader(2)}
+    assert told_by_load(directory, state, None) == ([] if rank() else [COUNTED % 3])
+    assert told_by_load(directory, {"w": torch.ones(3), "data": loader(1)}, alone) == ([] if rank() else [COUNTED % 1])
+
+
+COUNTED = (
+    "step 1 was saved by 2 ranks, and data tells how many batches a single one of them had had. Here are %d: unless as "
+    "many as before divide the data, items of this epoch are left out or come twice. ckptlib.data.resumable counts the "
+    "items of all ranks"
+)
+
+
+if __name__ == "__main__":
+    run_cases(
+        [
+            test_more_ranks,
+            test_fewer_ranks,
+            test_what_is_alike_is_not_told,
+            test_a_loader_that_counts_for_each_rank,
+        ]
+    )
