@@ -332,7 +332,7 @@ def _bring_and_match(
         try:
             if not matched:
                 reader = order.reader(source, group.rank)
-                names = SavedNames(reader)
+                names = SavedNames(reader, as_many=source.world_size == group.size)
                 found = targets(
                     state,
                     names,

@@ -19,6 +19,7 @@ from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
+from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.leaf import Sharded, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of, scalars_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
@@ -94,6 +95,8 @@ class OptimizerTargets:
                 taken.add(saved_name)
                 self._plan.use(f"{saved_path}/{saved_name}")
                 keys = entries.get(saved_name, {})
+                if keys and self._is_stepped_elsewhere(optimizer, param, groups[saved_name], keys.values()):
+                    continue
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
                 full = f"{path}/{name}"
@@ -109,6 +112,17 @@ class OptimizerTargets:
         for name in left:
             full = f"{saved_path}/{name}"
             self._plan.leave(full, UNTRAINED.format(full=full, path=path) if name in untrained else None)
+
+    def _is_stepped_elsewhere(
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, group: SavedGroup, keys: Collection[str]
+    ) -> bool:
+        """Whether the optimizer divides its parameters between the ranks, as Muon may, and another one steps this one.
+
+        Then the saved rank had the parameter, and no state of it. If this one had some, it would take memory, and would
+        no longer be that of the rank that goes on with it: the next save would find ranks that differ. `keys`: the full
+        names of the saved state.
+        """
+        return group.layout == 0 and not optimizer.state.get(param) and self._saved.others_alone(keys)
 
     def _saved_name(self, name: str) -> str:
         """The name under which the checkpoint keeps a parameter's state."""

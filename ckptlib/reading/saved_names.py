@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -36,8 +36,10 @@ class SavedNames:
     A rank takes its own values. What it did not save itself comes from another that did: see `values_at`.
     """
 
-    def __init__(self, reader: StepReader[Any]) -> None:
+    def __init__(self, reader: StepReader[Any], *, as_many: bool = False) -> None:
+        """`as_many`: whether as many ranks load it as have saved it, so that each takes the place of one of them."""
         self._reader = reader
+        self._as_many = as_many
         own = reader.part(reader.own_rank)
         self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
         self.values: Mapping[str, Json] = own.values
@@ -107,6 +109,10 @@ class SavedNames:
             positions = self._positions.get(path, {})
             return sorted(keys, key=lambda key: (positions.get(key, len(positions)), key))
         return found
+
+    def others_alone(self, names: Iterable[str]) -> bool:
+        """Whether the rank whose place this one takes has saved nothing under any of these names."""
+        return self._as_many and not any(name in self.values or at_or_below(self._names(0), name) for name in names)
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
         """Whether two saved tensors, by any of their names, are one, or are equal; at least in these boxes, if any are

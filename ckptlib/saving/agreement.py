@@ -307,7 +307,10 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
         what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
     elif len(digests) > 1 and owned:
-        what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+        what = (
+            f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it. If "
+            "one rank alone steps the parameter, the others must have no state of it: optimizer.state.pop(parameter)"
+        )
         error = ReplicasDiffer
     else:
         return
