@@ -18,7 +18,7 @@ from support import (
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
-from ckptlib.catalog.rights import check_may_change
+from ckptlib.catalog.rights import check_may_change, check_may_commit
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -213,26 +213,36 @@ def test_a_newer_generation_supersedes(catalog: Catalog) -> None:
         catalog.check_head(old)
 
 
+@pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_generation_that_began_in_another_root_changes_nothing(store: Store, catalog: Catalog, lost: int) -> None:
+def test_a_generation_that_began_in_another_root_changes_nothing(
+    store: Store, catalog: Catalog, lost: int, commits: bool
+) -> None:
     """Its record and the copy of it are gone together; a damage takes one of them."""
     own = make_generation(catalog, 3)
-    check_may_change(catalog, own)
+
+    def check() -> None:
+        if commits:
+            check_may_commit(catalog, SaveId(1, own))
+        else:
+            check_may_change(catalog, own)
+
+    check()
     store.delete(*[own.key, keys.copy_key(own.key)][:lost])
     if lost < 2:
-        check_may_change(catalog, own)
+        check()
         return
     before = catalog.root()
-    check_may_change(catalog, own)  # the record alone is lost
+    check()  # the record alone is lost
     replace_object(store, keys.ROOT, replace(before, id="0" * 32).encode())
     with pytest.raises(StoreError, match="is not there any more: it has no record of generation 000003"):
-        check_may_change(catalog, own)
+        check()
     make_generation(catalog, 1)
     with pytest.raises(Superseded, match="another root is there now"):
-        check_may_change(catalog, own)
+        check()
     make_generation(catalog, 4)
     with pytest.raises(Superseded, match="Two jobs use one root"):
-        check_may_change(catalog, own)
+        check()
 
 
 def test_describe_is_one_line_of_json() -> None:

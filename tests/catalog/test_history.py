@@ -146,3 +146,16 @@ def test_what_may_yet_be_committed_is_on_the_history_of_the_newest_generation(
         raise ObjectNotFound(f"{generation} is gone, as planned")
 
     assert (last_step(save.generation, [*records], lost) < 0) == (save.generation < last.generation)
+
+
+@pytest.mark.parametrize("origins", [{3: 3}, {3: 2, 2: 3}, {3: 4, 4: 3}])
+def test_records_that_go_on_from_no_older_one_lead_nowhere(origins: dict[int, int]) -> None:
+    """As a damage or a hand may have made them: nobody goes around in them forever."""
+    asked: list[GenerationId] = []
+
+    def read(of: GenerationId) -> Generation:
+        asked.append(of)
+        assert len(asked) < 9, "it goes around"
+        return Generation(of, 1, SaveId(5, generation_id(origins[of.number])), 0.0, {}, "here")
+
+    assert last_step(generation_id(1), map(generation_id, (1, 2, 3)), read) == -1

@@ -132,6 +132,17 @@ def test_dry_run_tells_the_same_and_changes_nothing(store: Store, catalog: Catal
     assert listed_steps_are_whole(store) == [3]
 
 
+def test_a_dry_run_leaves_to_another_sweep_what_that_one_is_dropping(store: Store, catalog: Catalog) -> None:
+    """Its record is young, and it is about to delete the manifest."""
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]
+    store.put(saves[0].trash_key, TrashRecord(saves[0], "dropped by retention").encode())
+    told = sweep(catalog, Keep(last=1), generation, dry_run=True)
+    assert told.dropped == (saves[1],)
+    assert sweep(catalog, Keep(last=1), generation) == told
+    assert listed_steps_are_whole(store) == [0, 2]
+
+
 def test_steps_that_are_multiples_stay(store: Store, catalog: Catalog) -> None:
     generation = make_generation(catalog)
     for step in range(100, 800, 100):

@@ -253,6 +253,50 @@ def test_frames_for_others() -> None:
             step.decode(frame, arrays, [np.empty_like(array) for array in arrays])
 
 
+def test_frames_of_other_versions_and_rules() -> None:
+    """Which read on would make other numbers of them, and no error."""
+    frame, old, new = a_frame()
+    scalars = 4 + 3 + 4
+    momentum = frame[:1] + bytes([Momentum.number]) + frame[2 : scalars + 4 * Momentum.num_scalars]
+    momentum += frame[scalars + 4 * Adam.num_scalars :]
+    for forged, told in (
+        (bytes([frame[0] + 1]) + frame[1:], f"version {frame[0] + 1}, rule 1"),
+        (frame[:1] + b"\x63" + frame[2:], "rule 99"),
+        (momentum, "expected"),
+    ):
+        with pytest.raises(FormatError, match=told):
+            OptimizerStep().decode(forged, old, [np.empty_like(array) for array in new])
+
+
+@pytest.mark.parametrize("place", [6, 8, 2999, 3000, 2**32 - 1])
+def test_an_exception_that_is_not_where_the_residuals_say(place: int) -> None:
+    frame, old, new = a_frame()
+    at = len(frame) - (5 + 4) - 4  # before the words of the exceptions: the last place of one
+    assert struct.unpack_from("<BI", frame, at - 5) == (0, 4), "there is one"
+    assert struct.unpack_from("<I", frame, at) == (7,)
+    forged = frame[:at] + struct.pack("<I", place) + frame[at + 4 :]
+    with pytest.raises(FormatError, match="exceptions are not where the residuals say"):
+        OptimizerStep().decode(forged, old, [np.empty_like(array) for array in new])
+
+
+class Unlike(Adam):
+    """Rounds otherwise than the rule that has its number, as a decoder of another machine might."""
+
+    @override
+    def follow(self, *given: Any) -> Any:
+        found = super().follow(*given)
+        found.view(np.uint32)[:] += 1
+        return found
+
+
+def test_a_sample_that_does_not_come_back_fits_no_rule() -> None:
+    optimizer, keys, _, by, _ = CASES["AdamW, foreach"]
+    old, new = two_steps(optimizer, torch.float32, keys)
+    step = OptimizerStep()
+    assert step.encode(Unlike(), by, old, new) is not None
+    assert step.try_sample(Unlike(), by, old, new) is None
+
+
 def test_a_plane_that_claims_what_no_memory_has() -> None:
     frame, old, new = a_frame()
     head = 4 + 3 + 4 + 4 * Adam.num_scalars

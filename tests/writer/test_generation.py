@@ -11,6 +11,7 @@ import pytest
 from helpers.forkserver import context, start_server
 from helpers.servers import ObjectStorage
 from store_conformance import keys
+from support import make_generation, make_root, make_save, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.known_generations import KnownGenerations
@@ -89,6 +90,18 @@ def test_a_step_of_another_root_is_no_origin() -> None:
     record = GenerationRecord(Generation(own, 1, foreign, 0.0, {}, "here"), root.id, 6, continues=False)
     assert f"restored {foreign}, of another root" in (record.put(catalog) or "")
     assert catalog.generation(own).resumed_from is None
+
+
+def test_a_job_that_did_not_restore_goes_on_from_the_newest_step_before_its_own() -> None:
+    catalog = make_root(MemoryStore())
+    past = make_generation(catalog, 1)
+    for step in (3, 4, 5, 9):
+        make_save(catalog, past, step, state(step))
+    own = GenerationId(2, "00000002")
+    record = GenerationRecord(Generation(own, 1, None, 0.0, {}, "here"), catalog.root().id, 5, continues=True)
+    told = record.put(catalog) or ""
+    assert "holds steps up to 9, but this job saves step 5 without having restored an earlier one: steps 5 and" in told
+    assert catalog.generation(own).resumed_from == SaveId(4, past)
 
 
 def make_roots(n: int, url: str, options: dict[str, object], together: Barrier, told: Connection) -> None:

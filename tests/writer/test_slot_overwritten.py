@@ -1,4 +1,4 @@
-"""A slot that somebody overwrites while it is persisted: no part tells of bytes that are another snapshot's."""
+"""A slot that is not what was sealed, or that somebody overwrites while it is persisted: no part tells of its bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.actors import ActorStore, Inline
 from helpers.memory_slots import memory_slot
 from support import make_generation, make_root
 
-from ckptlib.errors import CorruptData
+from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.pages import PAGE_BYTES
@@ -39,3 +39,26 @@ def test_what_was_right_when_it_was_checked_is_looked_at_once_more(ready: bool) 
         Persister(overtaken, Inline(), 0, 1).persist(ours, save)  # type: ignore[arg-type]
     assert [*store.scan(keys.PACKS)], "the pack was under way"
     assert not [*store.scan(keys.PARTS)]
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, 11_999])
+def test_a_byte_that_changed_in_memory_makes_no_part(at: int) -> None:
+    store = MemoryStore()
+    save = SaveId(1, make_generation(make_root(store)))
+    slot = memory_slot(save, 0, {"w": np.zeros(3000, np.float32)})
+    slot.body[at] ^= 1
+    with pytest.raises(CorruptData, match=r"w.* changed in memory after it was sealed"):
+        Persister(store, Inline(), 0, 1).persist(slot, save)  # type: ignore[arg-type]
+    assert not [*store.scan(keys.PARTS)]
+
+
+@pytest.mark.parametrize("sequence", [2, 3])
+def test_another_snapshot_is_not_persisted_as_this_one(sequence: int) -> None:
+    """`sequence`: odd where that one is still written."""
+    store = MemoryStore()
+    generation = make_generation(make_root(store))
+    slot = memory_slot(SaveId(2 - sequence % 2, generation), 0, {"w": np.zeros(3000, np.float32)})
+    slot.view(0, PAGE_BYTES)[:] = replace(slot.read_header(), sequence=sequence).encode()
+    with pytest.raises(FormatError, match=r"expected 00.* and ready"):
+        Persister(store, Inline(), 0, 1).persist(slot, SaveId(1, generation))  # type: ignore[arg-type]
+    assert not [*store.scan(keys.PACKS)]
