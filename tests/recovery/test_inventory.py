@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from support import ROOT_ID
 
 from ckptlib.errors import CorruptData
 from ckptlib.format.check import check_of
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, describe
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, describe, look
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 
 SNAPSHOT = SnapshotId(SaveId(7, GenerationId(1, "00000001")), 3, 4)
 
@@ -87,3 +92,32 @@ def test_a_share_that_is_nowhere() -> None:
     assert lost.whole() == []
     with pytest.raises(CorruptData, match="step 7 in memory: no copy of the share of rank 2 is left"):
         lost.moves(SNAPSHOT, [[0], [2]])
+
+
+READY = SlotHeader(ROOT_ID, SNAPSHOT.save, 3, 4, 3, 2, 4096, {"layout": (PAGE_BYTES, 100, "0" * 32)})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        replace(READY, sequence=3),
+        replace(READY, root_id="f" * 32),
+        replace(READY, rank=4),
+        replace(READY, documents={"table": (PAGE_BYTES, 100, "0" * 32)}),
+        replace(READY, body_nbytes=4097),
+        None,
+    ],
+    ids=["being written", "of another root", "of no rank of its job", "no layout", "more than fits", "torn"],
+)
+def test_a_slot_that_is_as_good_as_none(header: SlotHeader | None, tmp_path: Path) -> None:
+    slots = [Slot.create(tmp_path, "ckptlib", 4096) for _ in range(2)]
+    page = bytearray(READY.encode()) if header is None else header.encode()
+    if header is None:
+        page[40] ^= 1
+    slots[0].view(0, PAGE_BYTES)[:] = page
+    slots[1].write_header(READY)
+    assert [(found.snapshot, found.rank, found.path) for found in look(slots, ROOT_ID)] == [
+        (SNAPSHOT, 3, str(slots[1].path))
+    ]
+    for slot in slots:
+        slot.close()

@@ -351,6 +351,17 @@ def test_what_is_committed_is_not_put_again(job: Job) -> None:
     assert sorted(entry.key for entry in job.catalog.store.scan("")) == before
 
 
+def test_a_slot_that_is_being_overwritten_is_not_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = job.snapshot(15)
+    for slot in job.hosts[0]:
+        monkeypatch.setattr(slot, "read_lock", lambda: False)  # as where another process writes to it
+    [error] = job.rescue({0: save})
+    assert isinstance(error, SaveFailed)
+    assert "is being overwritten" in str(error)
+    assert [entry.key for entry in job.catalog.store.scan(save.packs_prefix)] == []
+    assert job.catalog.parts(save) == {}
+
+
 def test_a_part_that_came_when_its_pack_was_gone_makes_no_step(job: Job) -> None:
     """A machine slept as it put its part, and sweeps deleted the pack meanwhile; the part is there at the next try."""
     save, store = job.snapshot(15), job.catalog.store
