@@ -151,6 +151,7 @@ class ObstoreStore(Store):
                 if failure.has_no_upload and self._size(key, path, deadline) == body.nbytes:
                     return None  # it is complete: the answer to that was lost
                 again = failure.was_damaged or (failure.may_pass and not failure.was_sent_again)
+                again = again or (failure.refuses_parts and not retries.failures)
                 wait_s = retries.wait_s() if again and body.can_repeat else None
                 if wait_s is None:
                     raise self._requests.error(error, "put", key, body.nbytes) from None

@@ -46,6 +46,7 @@ _CREDENTIALS = {
 _CLOCK = {"RequestTimeTooSkewed"}
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"}
 _NO_UPLOAD = {"NoSuchUpload"}
+_NOT_THESE_PARTS = {"MalformedXML", "InvalidPart", "InvalidPartOrder", "InvalidXmlDocument", "InvalidBlockList"}
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQuotaExceeded"}
 _DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "Md5Mismatch", "Crc64Mismatch", "XAmzContentSHA256Mismatch"}
@@ -136,6 +137,12 @@ class Failure:
     def has_no_upload(self) -> bool:
         """Whether the upload in parts is not, or no longer, under way."""
         return self.code in _NO_UPLOAD
+
+    @property
+    def refuses_parts(self) -> bool:
+        """Whether the server made no object of the list of parts: it may have been altered on its way, where no
+        checksum protects it."""
+        return self.code in _NOT_THESE_PARTS or self.has_no_upload
 
     @property
     def has_no_bucket(self) -> bool:

@@ -175,7 +175,7 @@ class Upload:
         request = {"MultipartUpload": {"Parts": parts}, **self._upload, **condition}
         with self._noted():
             try:
-                answer = await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
+                answer = await self._ask_to_complete(call, request, retries)
             except ClientError as error:
                 # The answer to an earlier try may have been lost: then the object is there, and the upload is not.
                 exists = condition and _is_there(error)
@@ -190,6 +190,17 @@ class Upload:
             else:
                 if "ETag" not in answer:
                     await self._check_there(call)
+
+    async def _ask_to_complete(self, call: Call, request: dict[str, object], retries: Retries) -> dict[str, Any]:
+        """A list of parts that was altered on its way, where no checksum protects it, is refused by 400 or 404: it is
+        sent once more."""
+        try:
+            return await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
+        except ClientError as error:
+            if retries.failures or status_of(error) not in (400, 404):
+                raise
+            retries.failures += 1
+        return await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
 
     async def _check_there(self, call: Call) -> None:
         """After 200 and no result, as of a proxy, or cut off: the status comes before the parts are joined."""

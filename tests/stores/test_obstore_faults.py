@@ -96,6 +96,7 @@ def open_uploads(s3: ObjectStorage, url: str) -> list[str]:
         *[("iterator", "CompleteMultipartUpload", fault) for fault in ("lost_reply", "503", "blackhole")],
         ("iterator", "CreateMultipartUpload", "lost_reply"),
         *[("list", f"{op}MultipartUpload", "truncate") for op in ("Create", "Complete")],
+        ("iterator", "CompleteMultipartUpload", "flip_up"),
         *[(kind, "UploadPart", "flip_up") for kind in ("iterator", "list", "late")],
         *[(kind, "UploadPart", "lost_reply") for kind in ("iterator", "list", "late")],
     ],
@@ -103,7 +104,7 @@ def open_uploads(s3: ObjectStorage, url: str) -> list[str]:
 def test_a_put_gets_over_what_passes(
     store: Store, direct: Store, proxy: FaultProxy, kind: str, op: str, fault: str
 ) -> None:
-    after: dict = {"after": PART // 2 if fault.endswith("_up") else 9} if fault in AMID else {}
+    after: dict = {"after": PART // 2 if op == "UploadPart" else 9} if fault in AMID else {}
     proxy.rules([{"match": f"^{op} ", "fault": fault, "count": 3 if fault == "503" else 1, **after}])  # type: ignore[list-item]
     head = LateHead(4, lambda: b"head") if kind == "late" else b"head"
     with at_most(LONGEST_S):

@@ -106,6 +106,16 @@ def test_what_begins_and_ends_an_upload_is_sent_again(bucket: Bucket, op: str, f
     assert bucket.bytes_of("p") == HEAD + data
 
 
+@pytest.mark.parametrize("at", [0, 5, 130])
+def test_a_list_of_parts_that_was_altered_on_its_way_is_sent_again(bucket: Bucket, at: int) -> None:
+    """`at`: which byte; the server finds no upload, no list and no such part."""
+    data = os.urandom(NBYTES)
+    bucket.breaks("^CompleteMultipartUpload ", "flip_up", 1, after=at)
+    put(bucket, data, late=False)
+    assert bucket.bytes_of("p") == HEAD + data
+    assert bucket.uploads() == []
+
+
 def test_nothing_goes_on_after_the_deadline(bucket: Bucket) -> None:
     for fault in ("stall_up", "503"):
         bucket.breaks(UP, fault)
