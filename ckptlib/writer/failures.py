@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from ckptlib.errors import CkptError, StoreFull, describe
 from ckptlib.format.keys import SaveId
@@ -28,18 +30,28 @@ class Failures:
         self._slack_s = slack_s
 
     def give_up(self, save: SaveId, error: BaseException) -> None:
-        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it."""
-        self.publish(save, describe(error))
-        self.report(save, error)
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it. The trainer is
+        told as soon as that was tried once: a store that is full may have no room for a word for long."""
+        self._publish(save, describe(error), partial(self.report, save, error))
 
     def publish(self, save: SaveId, error: str) -> None:
-        """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it."""
-        log.error("step %d: %s", save.step, error, extra=ALREADY_TOLD)
-        publishing = threading.Thread(target=self._publish, args=(save, error), daemon=True)
-        publishing.start()
-        publishing.join(self._slack_s)
+        """To the other ranks alone."""
+        self._publish(save, error, lambda: None)
 
-    def _publish(self, save: SaveId, error: str) -> None:
+    def _publish(self, save: SaveId, error: str, then: Callable[[], None]) -> None:
+        """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it.
+
+        `then`: called when it was tried once, or hangs.
+        """
+        log.error("step %d: %s", save.step, error, extra=ALREADY_TOLD)
+        deadline, tried = time.monotonic() + self._slack_s, threading.Event()
+        publishing = threading.Thread(target=self._put, args=(save, error, tried), daemon=True)
+        publishing.start()
+        tried.wait(self._slack_s)
+        then()
+        publishing.join(max(deadline - time.monotonic(), 0.0))
+
+    def _put(self, save: SaveId, error: str, tried: threading.Event) -> None:
         for pause_s in (*FULL_PAUSES_S, None):
             try:
                 put_failure(self._store, save, self._rank, error)
@@ -49,6 +61,8 @@ class Failures:
                     told = "step %d: the failure could not be published: %s"
                     log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the failure, that is
                     return
+            finally:
+                tried.set()
             time.sleep(pause_s)
 
     def report(self, save: SaveId, error: BaseException, seen: bool = False) -> None:
