@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.known_generations import KnownGenerations
-from ckptlib.errors import Superseded
+from ckptlib.errors import CkptError, Superseded
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
@@ -64,6 +64,7 @@ class GenerationRecord:
                 "this job opened the root. Two jobs use one root; stop one of them, or give each a root of its own"
             )
         self._forget_foreign(catalog, ids)
+        restored = None if self._continues else self.record.resumed_from
         if self._continues:
             is_new = not ids and self._seen is not None and not self._seen.newest  # nobody can have saved since
             origin, warning = (None, None) if is_new else _continued(catalog, self._first_step)
@@ -72,6 +73,8 @@ class GenerationRecord:
             self._continues = False
         catalog.put_generation(self.record)
         self.note_put(catalog)
+        if restored is not None and not self.record.rewind:
+            self._warning = _left_behind(catalog, restored)
         return self._warning
 
     def _forget_foreign(self, catalog: Catalog, ids: Collection[GenerationId]) -> None:
@@ -89,6 +92,23 @@ class GenerationRecord:
         self.is_put = True
         if not self._continues:  # else it says less than what is there
             catalog.shared.own_record = self.record
+
+
+def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
+    """A warning of steps that this job leaves behind, as of an older one that stood still while this one restored. No
+    more of them can come, now that the record is there."""
+    try:
+        later = [save for save in catalog.steps(restored).saves if save.step > restored.step]
+        visible = [save for save in catalog.visible() if save.step > restored.step] if later else []
+    except CkptError as error:
+        return f"{catalog.store.url}: it is not known whether there are steps after {restored.step}: {error}"
+    if not visible:
+        return None
+    return (
+        f"{catalog.store.url} holds steps up to {visible[-1]}, but this job goes on from step {restored.step}: steps "
+        f"{visible[0].step} and later are no longer listed (they stay in the store). Either they could not be "
+        "restored, or an older job saved them after this one had restored: see that it has ended"
+    )
 
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:

@@ -104,6 +104,25 @@ def test_a_job_that_did_not_restore_goes_on_from_the_newest_step_before_its_own(
     assert catalog.generation(own).resumed_from == SaveId(4, past)
 
 
+@pytest.mark.parametrize(("rewind", "late"), [(False, True), (False, False), (True, True)])
+def test_steps_that_an_older_job_commits_after_the_restore_are_told(rewind: bool, late: bool) -> None:
+    """It was frozen meanwhile. Going back leaves steps behind on purpose."""
+    catalog = Catalog(MemoryStore())
+    root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    frozen, own = GenerationId(1, "00000001"), GenerationId(2, "00000002")
+    catalog.put_generation(Generation(frozen, 1, None, 0.0, {}, "here"))
+    for step in (5, 6, 7) if late else (5,):
+        catalog.store.put(SaveId(step, frozen).manifest_key, b"a step")
+    told = Generation(own, 1, SaveId(5, frozen), 0.0, {}, "here", rewind=rewind)
+    warning = GenerationRecord(told, root.id, 6, continues=False).put(catalog)
+    if rewind or not late:
+        assert warning is None
+    else:
+        assert warning is not None
+        assert "holds steps up to 000000000007-000001-00000001, but this job goes on from step 5: " in warning
+        assert "steps 6 and later are no longer listed (they stay in the store)" in warning
+
+
 def make_roots(n: int, url: str, options: dict[str, object], together: Barrier, told: Connection) -> None:
     """In a process of its own: whenever it hears of a race, the id that it goes on with; '' where it is told not to."""
     with open_store(url, options) as store:
