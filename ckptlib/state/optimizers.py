@@ -22,7 +22,8 @@ from ckptlib.state.leaf import Sharded, storage_of
 log = logging.getLogger(__name__)
 
 _REFUSED_OPTIMIZERS = {
-    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "use FSDP2, or a plain optimizer",
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "use FSDP2, or a plain optimizer "
+    "(not the one inside it either, which gets its hyper-parameters from around it at each step)",
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): "use FSDP2",
     ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): "use FSDP2",
     ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"): "use FSDP2",
@@ -35,7 +36,7 @@ def refuse_optimizer(optimizer: object, path: str) -> None:
     """Raises UnsupportedState for optimizers whose state cannot be named by parameter; not all are torch's."""
     known = known_class(optimizer, _REFUSED_OPTIMIZERS)
     if known:
-        raise UnsupportedState(f"{path}: {known[1]} flattens its state across ranks: {_REFUSED_OPTIMIZERS[known]}")
+        raise UnsupportedState(f"{path}: {known[1]} divides its state between the ranks: {_REFUSED_OPTIMIZERS[known]}")
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], path: str) -> None:
