@@ -27,7 +27,7 @@ from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.selection import Only, Rename, Selection
+from ckptlib.loading.selection import Only, Rename, Selection, check_selection
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
@@ -202,6 +202,9 @@ class LoadOrder:
     are read into new tensors, and put back when all has been read."""
     reader: Callable[[StepSource, int], Reader] = Reader
     """Of the source, for a rank."""
+
+    def __post_init__(self) -> None:
+        check_selection(self.only, self.rename, self.optional)
 
 
 class Loaded(NamedTuple):

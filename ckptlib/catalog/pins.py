@@ -7,8 +7,10 @@ A pin is put beside the manifest, under a name that is never used again. `spared
 
 from __future__ import annotations
 
+import math
 import time
 
+from ckptlib import words
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.spared import PATIENCE_S, is_spared
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
@@ -28,11 +30,11 @@ def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
     if is_new:
         catalog.store.put(save.pin_key(new_nonce()), encode("pin", {"save": str(save), "created": time.time()}))
     if is_spared(catalog, save, patience_s) is None:
-        minutes = catalog.root().save_deadline_s / 60
+        minutes = words.count(math.ceil(catalog.root().save_deadline_s / 60), "minute")
         raise StoreError(
             f"{catalog.store.url}: step {save.step} has a trash record, {save.trash_key}: a sweep is dropping it, "
             "or died while it did. The pin is put, but may have come too late. Pin the step again in "
-            f"{minutes:.0f} minutes: then it is gone, or the pin holds"
+            f"{minutes}: then it is gone, or the pin holds"
         )
     _check_there(catalog, save)
     return is_new

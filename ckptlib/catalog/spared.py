@@ -10,9 +10,11 @@ however long either takes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
+from ckptlib import words
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound, StoreError
@@ -61,10 +63,10 @@ def enter_to_go_back(catalog: Catalog, save: SaveId, put: Callable[[], object], 
     if spared:
         return
     if spared is None:
-        minutes = catalog.root().save_deadline_s / 60
+        minutes = words.count(math.ceil(catalog.root().save_deadline_s / 60), "minute")
         raise StoreError(
             f"{url}: the job goes back to step {save.step}, but that has a trash record, {save.trash_key}: a sweep is "
-            f"dropping it, or died while it did. Look again in {minutes:.0f} minutes, before a job is started: if "
+            f"dropping it, or died while it did. Look again in {minutes}, before a job is started: if "
             f"ckptlib ls lists step {save.step} then, it stays; else go back to another one"
         )
     raise CheckpointNotFound(

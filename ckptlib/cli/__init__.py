@@ -14,4 +14,6 @@ def main() -> None:
         if package not in ("click", "rich"):
             raise
         sys.exit(f"the ckptlib command needs {package}, which is not installed: pip install 'ckptlib[cli]'")
+    except KeyboardInterrupt:  # the imports take a while, too
+        sys.exit("\nAborted!")
     run()

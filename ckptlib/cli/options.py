@@ -49,9 +49,11 @@ def _value(name: str, text: str) -> object:
 
 
 def open_url(url: str, options: Mapping[str, object]) -> Store:
-    """Raises UsageError for a URL or options that no store takes."""
+    """Raises UsageError for a URL or options that no store takes, ClickException for a server that is not reached."""
     try:
         return open_store(url, options)
+    except CkptError as error:
+        raise click.ClickException(str(error)) from None
     except (ValueError, TypeError, ImportError) as error:
         raise click.UsageError(Secrets(url, {}).hide(f"{without_userinfo(url)}: {error}")) from None
 

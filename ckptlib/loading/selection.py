@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptlib.policy.patterns import covers
+from ckptlib.policy.patterns import covers, patterns_of
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Only = str | Sequence[str] | None
@@ -19,8 +19,8 @@ class Selection:
     """The selection, and those of its entries that no name of the state has met yet."""
 
     def __init__(self, only: Only, rename: Rename, optional: str | Sequence[str] = ()) -> None:
-        self.patterns = None if only is None else [only] if isinstance(only, str) else list(only)
-        self._optional = [optional] if isinstance(optional, str) else list(optional)
+        self.patterns = None if only is None else patterns_of("only", only)
+        self._optional = patterns_of("optional", optional)
         self._met: set[str] = set()
         """Names of the state that were asked about, where some may be what a pattern or an entry was meant for."""
         self._rename = {} if rename is None or callable(rename) else rename
@@ -90,3 +90,17 @@ class Selection:
 
     def _any_covers(self, path: str) -> bool:
         return any(covers(pattern, path) for pattern in self.patterns or ())
+
+
+def check_selection(only: object, rename: object, optional: object) -> None:
+    """Raises TypeError for what is none of these."""
+    if only is not None:
+        patterns_of("only", only)
+    patterns_of("optional", optional)
+    if rename is None or callable(rename):
+        return
+    if not isinstance(rename, Mapping) or not all(isinstance(name, str) for pair in rename.items() for name in pair):
+        raise TypeError(
+            f"map={rename!r}: expected a function, or a dict from names in the state to names in the checkpoint, such "
+            "as {'model': 'net'}"
+        )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 
 def covers(pattern: str, name: str) -> bool:
     """Whether `pattern` is the name, a path above it, or matches it as fnmatch does; its "*" matches "/", too."""
     return fnmatchcase(name, pattern) or name == pattern or name.startswith(f"{pattern}/")
+
+
+def patterns_of(option: str, given: object) -> list[str]:
+    """What was given for an option, one or several. Raises TypeError for anything but texts, and for
+    what can be gone through only once: a load may be tried again."""
+    patterns: list[object] = [given] if isinstance(given, str) or not isinstance(given, Collection) else [*given]
+    texts = [pattern for pattern in patterns if isinstance(pattern, str)]
+    if len(texts) < len(patterns):
+        raise TypeError(
+            f"{option}={given!r}: expected names or patterns, such as {option}='model/*' or {option}=['model', 'optim']"
+        )
+    return texts

@@ -56,6 +56,10 @@ class Peers:
             )
         if isinstance(self.every, int) and self.every < 1:
             raise ValueError(f"Peers needs every >= 1, got {self.every}")
+        if not isinstance(self.domain, str):
+            raise TypeError(
+                f"Peers(domain={self.domain!r}): expected a text, which ranks that may be lost together have in common"
+            )
         if self.memory not in (HOST, DEVICE):
             raise ValueError(
                 f"memory is {HOST!r} or {DEVICE!r}, got {self.memory!r}; for a directory of slots there is arena="

@@ -11,7 +11,7 @@ from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.paths import join, key_of
 from ckptlib.format.values import Json
-from ckptlib.policy.patterns import covers
+from ckptlib.policy.patterns import covers, patterns_of
 from ckptlib.reading.opened import open
 
 Leaves = dict[str, Any]
@@ -69,7 +69,7 @@ def read(
 
 def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, Any]:
     """As `read`, of an opened step."""
-    patterns = None if only is None else [only] if isinstance(only, str) else list(only)
+    patterns = None if only is None else patterns_of("only", only)
     names, values = opened.keys(), opened.values
     _check_patterns(patterns, [*names, *values, *opened.trees], opened)
     children = _children([*names, *values, *opened.trees])

@@ -62,8 +62,10 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
 
-    Raises ValueError for a URL that has lost a slash.
+    Raises ValueError for a URL that has lost a slash, TypeError for options that are no dict.
     """
+    if not isinstance(options, Mapping | None):  # its value may be a secret
+        raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")
     scheme, rest = _split(url)
     if scheme in _LOCAL:
         from ckptlib.stores.local import LocalStore

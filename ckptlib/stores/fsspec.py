@@ -73,7 +73,11 @@ class FsspecStore(Store):
         self.url = without_userinfo(url).rstrip("/")
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, PACK_NBYTES // 2
         self._secrets = Secrets(url, options)
-        fs, root = _filesystem_of(url, options)
+        try:
+            fs, root = _filesystem_of(url, options)
+        except OSError as error:  # of FTP and SFTP, which connect here
+            told = self._secrets.hide(f"{type(error).__name__}: {error}")
+            raise StoreTimeout(f"{self.url}: cannot be reached: {told}") from self._secrets.harmless(error)
         fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
@@ -325,11 +329,20 @@ def _needs_size_first(nbytes: int | None) -> bool:
     return nbytes is not None and (nbytes == 0 or nbytes > PACK_NBYTES)
 
 
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", **dict.fromkeys(("az", "abfs", "abfss"), "azure")}
+"""By scheme: which extra of ckptlib has the package for it."""
+
+
 def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
     """The filesystem, an instance of its own, and the path in it. Raises ValueError for one that cannot be used."""
     scheme = url.partition("://")[0]
     try:
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        if extra is None:
+            raise
+        raise ImportError(f"{scheme}:// needs a package: pip install 'ckptlib[{extra}]' ({error})") from error
     except ValueError as error:
         if "Protocol not known" not in str(error):
             raise

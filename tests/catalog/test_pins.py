@@ -86,7 +86,7 @@ def test_a_record_that_is_young_leaves_the_pin_in_doubt(store: Store, catalog: C
     """A sweep died between record and manifest, or is about to go on."""
     saves = make_steps(catalog)
     store.put(saves[1].trash_key, TrashRecord(saves[1], "interrupted").encode())
-    with pytest.raises(StoreError, match=r"a sweep is dropping it, or died .* Pin the step again in 1 minutes"):
+    with pytest.raises(StoreError, match=r"a sweep is dropping it, or died .* Pin the step again in 1 minute: "):
         pin(catalog, saves[1], patience_s=0.0)
     age(store, STALE_S)
     pin(catalog, saves[1], patience_s=0.0)

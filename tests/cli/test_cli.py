@@ -69,6 +69,28 @@ def test_says_what_to_install(missing: str) -> None:
     assert done.stderr == f"the ckptlib command needs {missing}, which is not installed: pip install 'ckptlib[cli]'\n"
 
 
+def test_an_interrupt_while_it_imports_prints_no_traceback() -> None:
+    code = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ckptlib.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from ckptlib.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr) == (1, "\nAborted!\n")
+
+
+def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
+    command = [sys.executable, "-m", "ckptlib.cli", "ls", "ftp://127.0.0.1:1/run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ftp://127.0.0.1:1/run: cannot be reached: ConnectionRefusedError")
+
+
 def test_as_a_module(saved: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ckptlib.cli", "ls", saved, "--json"], capture_output=True, text=True, timeout=150

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.loading.selection import Selection
+from ckptlib.loading.selection import Selection, check_selection
 from ckptlib.policy.patterns import covers
 
 NAMES = st.lists(st.sampled_from(["a", "b", "ab", "exp_avg", "exp_avg_sq"]), min_size=1, max_size=4).map("/".join)
@@ -38,3 +40,25 @@ def test_covers(pattern: str, name: str, covered: bool) -> None:
 @given(PATTERNS, NAMES)
 def test_only_of_a_load_means_the_same(pattern: str, name: str) -> None:
     assert covers(pattern, name) == Selection(pattern, None).wanted(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"only": 3}, "only=3: expected names or patterns, such as only='model/"),
+        ({"only": ["model", 3]}, r"only=\['model', 3\]: expected names"),
+        ({"only": iter(["model"])}, "only=<.*>: expected names"),
+        ({"optional": None}, "optional=None: expected names"),
+        ({"rename": "model"}, "map='model': expected a function, or a dict"),
+        ({"rename": {3: "model"}}, "map={3: 'model'}: expected a function, or a dict"),
+    ],
+)
+def test_what_is_neither_names_nor_patterns_is_told(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_selection(**{"only": None, "rename": None, "optional": (), **asked})
+
+
+def test_what_is_taken() -> None:
+    for only in (None, "model", ["model"], ("model",), {"model"}, {"model": 1}.keys()):
+        check_selection(only, {"model": "net"}, ())
+    check_selection(None, str.upper, [])

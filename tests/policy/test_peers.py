@@ -15,6 +15,7 @@ from ckptlib import Overhead, Peers, Steps
         ({"copies": -1}, "copies >= 0"),
         ({"copies": 1.5}, r"Peers\(copies=1.5\): expected a whole number, not a float"),
         ({"every": 0}, "every >= 1"),
+        ({"domain": None}, r"Peers\(domain=None\): expected a text"),
         ({"memory": "disk"}, "memory is 'host' or 'device'"),
         ({"link": "zip"}, "link is 'raw' or 'optimizer'"),
         ({"link": "optimizer", "every": 2}, "needs every=1, got every=2"),

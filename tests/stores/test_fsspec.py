@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import tracemalloc
 import uuid
 from collections.abc import Iterator
@@ -138,6 +139,21 @@ def test_a_scheme_that_nobody_knows() -> None:
     with pytest.raises(ValueError, match=r"no filesystem for s4://; expected .* such as s3://bucket/run7") as caught:
         FsspecStore(f"s4://user:{SECRET}@host/run", {})
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"), [("gs://bucket/run", "gcsfs", "gcs"), ("az://container/run", "adlfs", "azure")]
+)
+def test_a_package_that_is_missing(url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs a package: pip install 'ckptlib\[{extra}\]' \(.*{package}"):
+        FsspecStore(url, {})
+
+
+def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
+    with pytest.raises(StoreTimeout, match=r"ftp://127.0.0.1:1/run: cannot be reached: ConnectionRefusedError") as told:
+        FsspecStore(f"ftp://user:{SECRET}@127.0.0.1:1/run", {})
+    assert SECRET not in str(told.value)
 
 
 def test_a_filesystem_that_keeps_its_listings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,13 @@ def test_a_url_that_went_through_pathlib_is_no_directory(
     assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "run", "memory://run"])
+def test_options_that_are_no_dict_are_refused_and_not_told(url: str) -> None:
+    with pytest.raises(TypeError, match=r"storage_options: expected a dict, .* not a str") as raised:
+        open_store(url, "a secret")  # type: ignore[arg-type]
+    assert "secret" not in str(raised.value)
+
+
 def test_stores_do_not_import_torch_or_fsspec(tmp_path: Path) -> None:
     script = """
 import sys
