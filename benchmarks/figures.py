@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Figures:
         """What the ranks told (see `launch`); a subject that failed or hung is noted as that, and told nothing."""
         if (case, subject) in self.failures:
             return []
+        print(f"{case}, {subject}: begins, and may take {timeout_s:.0f} s", file=sys.stderr, flush=True)
         try:
             return launch(module, num_ranks, arguments, timeout_s, restarts)
         except subprocess.TimeoutExpired:
