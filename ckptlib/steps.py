@@ -100,14 +100,15 @@ class Steps:
         began = time.perf_counter()
         if last:
             await_room(session, self.stop_timeout_s)
-        taken, due = None, word.due or word.snap
+        taken, to_store = None, bool(last or (word.due and not word.behind))
+        due = to_store or word.snap
         takes = last or (due and self._has_room(word))
         self._took_slot = False  # before what may raise on this rank alone: it would ask alone next time
         if takes:
             # a last one is compared before it is taken: no other could be, should it turn out to differ
             compare = compare or last
             try:
-                taken = self._take(step, self.metrics.of(metrics), word, bool(last or word.due), compare)
+                taken = self._take(step, self.metrics.of(metrics), word, to_store, compare)
             except CkptError:
                 raise
             except Exception:  # the state's own; where ranks compare, all raise, and none says its word now
@@ -116,6 +117,7 @@ class Steps:
                 raise
         elif due:
             session.snapshots.make_room()
+        if word.due and not (takes and to_store):
             self._turns.tell_waiting()
         try:
             if not self.stopping:

@@ -34,6 +34,8 @@ class Word(NamedTuple):
     """1: the job was told to stop."""
     needs_held: int = -1
     """The step that all ranks must hold before this rank has a slot for another snapshot; -1: it has one."""
+    behind: int = 0
+    """1: this rank's writer has yet to read a slot, and memory would keep too few beside one more."""
     failures: int = 0
     """Background saves that failed in a row."""
     failed: int = 0

@@ -198,6 +198,15 @@ class Snapshots:
         return bool(self._persisting)
 
     @property
+    def behind(self) -> bool:
+        """Whether no further save should be taken until the writer has let go of a slot.
+
+        With peers: saves that queue up for a store that hangs would take one slot after the other, and nothing newer
+        would come into memory for as long as it hangs.
+        """
+        return self.replicator is not None and self.persisting
+
+    @property
     def settling(self) -> bool:
         """Whether a snapshot has not come to its end."""
         return bool(self._unsettled)

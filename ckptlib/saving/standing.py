@@ -19,6 +19,7 @@ def say(session: Session, word: Word) -> tuple[Word, Poll]:
     word = session.tier.say(word, failed=outcomes.run.count > 0)._replace(
         agree=int(session.planner.must_compare),
         needs_held=snapshots.needs_held(),
+        behind=int(snapshots.behind),
         failures=max(outcomes.run.count, word.failures),
         failed=max(int(outcomes.run.too_long), word.failed),
         superseded=int(outcomes.superseded is not None),

@@ -62,6 +62,30 @@ def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
         assert job.bits() == expected[step]
 
 
+def test_memory_is_kept_up_to_date_while_the_store_hangs(job: Job) -> None:
+    """Saves do not queue up until they have all slots: one that is due waits until the one before is written."""
+    with job.checkpointer(every=At(2, 4, 6, 8), peers=ckptlib.Peers(copies=0)) as ckpt:
+        job.body()
+        ckpt.after_step(1)
+        settle(ckpt, WAIT_S)  # the record of the run is in the store
+        with stopped(writer_of(ckpt).pid):
+            for step in range(2, 20):
+                job.body()
+                ckpt.after_step(step)
+                settle(ckpt, WAIT_S)
+            assert ckpt.coverage is not None
+            assert ckpt.coverage.step is not None
+            assert ckpt.coverage.step >= 17
+            assert ckpt.pending is not None
+            assert ckpt.pending.step == 2
+        settle(ckpt, WAIT_S, persisted=True)
+        for step in (20, 21):
+            job.body()
+            ckpt.after_step(step)
+        assert ckpt.pending.step == 21, "the save that was due is taken as soon as the ranks have agreed"
+    assert steps(job.root) == [2, 21]
+
+
 def test_a_save_that_was_asked_for_takes_the_last_slot(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """After the ranks have said that there is one for the save that is due next: that one is taken later."""
     with job.checkpointer(every=At(3)) as ckpt:
