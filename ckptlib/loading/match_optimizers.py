@@ -119,10 +119,12 @@ class OptimizerTargets:
         """Whether the optimizer divides its parameters between the ranks, as Muon may, and another one steps this one.
 
         Then the saved rank had the parameter, and no state of it. If this one had some, it would take memory, and would
-        no longer be that of the rank that goes on with it: the next save would find ranks that differ. `keys`: the full
-        names of the saved state.
+        no longer be that of the rank that goes on with it: the next save would find ranks that differ. A DTensor is
+        stepped by all of its ranks. `keys`: the full names of the saved state.
         """
-        return group.layout == 0 and not optimizer.state.get(param) and self._saved.others_alone(keys)
+        if isinstance(param, DTensor) or group.layout != 0 or optimizer.state.get(param):
+            return False
+        return self._saved.others_alone(keys)
 
     def _saved_name(self, name: str) -> str:
         """The name under which the checkpoint keeps a parameter's state."""

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
 from workers.rank_cases import committed, content, equal, rank, run_cases
 
@@ -70,6 +72,16 @@ def test_goes_on_as_if_it_had_never_stopped(directory: Path) -> None:
     assert committed(directory) == [1, 2, 3]
 
 
+def test_what_is_sharded_is_stepped_by_all(directory: Path) -> None:
+    """As many ranks as before, that divide each parameter now, and not the parameters."""
+    saved(directory)
+    model, _ = make(2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optim = Divided(model.parameters())
+    ckptlib.load(directory, {"m": model, "o": optim})
+    assert len(optim.state) == 4
+
+
 def test_what_the_optimizer_has_is_filled(directory: Path) -> None:
     model, _ = saved(directory)
     other, optim = make(2)
@@ -99,6 +111,7 @@ if __name__ == "__main__":
     run_cases(
         [
             test_goes_on_as_if_it_had_never_stopped,
+            test_what_is_sharded_is_stepped_by_all,
             test_what_the_optimizer_has_is_filled,
             test_another_number_of_ranks_gets_all_of_it,
         ]
