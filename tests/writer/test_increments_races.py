@@ -49,7 +49,7 @@ def busy_job(stale_s: float | None = None) -> tuple[SmallJob, Save]:
     assert {save.step for save in job.listed} == {4}
     if stale_s is not None:
         step = max(job.listed)
-        job.store.put(step.trash_key, record_of(Catalog(job.store), step, "killed").encode())
+        job.store.put(step.trash_key, record_of(Catalog(job.store), step).encode())
         job.advance(stale_s)
     before = {name: array.copy() for name, array in job.state.items()}
     job.change(range(16))
