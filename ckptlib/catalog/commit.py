@@ -30,6 +30,9 @@ from ckptlib.errors import (
     ObjectUnreadable,
     ReplicasDiffer,
     SaveFailed,
+    StoreDenied,
+    StoreError,
+    StoreFull,
     UnsupportedState,
 )
 from ckptlib.format import keys
@@ -203,6 +206,13 @@ class Committer:
                 check_may_commit(self.catalog, save)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
+
+    def may_have_put(self, save: SaveId, error: BaseException) -> bool:
+        """Whether its manifest may be there, though committing it has failed with this error."""
+        put = self._put
+        if put is None or put.manifest.save != save or not isinstance(error, StoreError):
+            return False
+        return put.seconds is not None or not isinstance(error, (StoreDenied, StoreFull))
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, bytes | None]:
         """And rank 0's part, where it had to be read."""

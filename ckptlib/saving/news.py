@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ckptlib.ranks.notices import Notices
 from ckptlib.saving.looks import Looks
 
-TOLD = {"save": 100, "kind": 100, "error": 1000, "event": 100}
+TOLD = {"save": 100, "kind": 100, "error": 1000, "event": 100, "in_doubt": 100}
 """The fields of a writer's event that notices carry, and how many characters of each."""
 
 

@@ -175,7 +175,7 @@ class Outcomes:
             if outcome is None:  # it is known already
                 return
             self._open.pop(key, None)
-            self._failed(outcome, str(event["kind"]), str(event["error"]), key)
+            self._failed(outcome, str(event["kind"]), str(event["error"]), key, "in_doubt" in event)
 
     def _tell_committed(self, step: int, event: Mapping[str, object]) -> None:
         nbytes, seconds = event["nbytes"], event["seconds"]
@@ -219,7 +219,7 @@ class Outcomes:
         seconds = time.monotonic() - waiting["since"]
         return f"{at}; the store has not answered {waiting['request']} for {seconds:.0f} s"
 
-    def _failed(self, outcome: Outcome, kind: str, text: str, key: str) -> None:
+    def _failed(self, outcome: Outcome, kind: str, text: str, key: str, in_doubt: bool) -> None:
         error: SaveFailed
         if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
             self._planner.must_compare = True
@@ -231,7 +231,10 @@ class Outcomes:
         if kind == "Superseded":
             error = self.superseded = Superseded(text)
         else:
-            error = SaveFailed(f"save {key} failed and will never be committed; earlier steps are untouched: {text}")
+            what = "and will never be committed"
+            if in_doubt:
+                what = "as it was committed; `ckptlib ls` tells whether the step is there all the same"
+            error = SaveFailed(f"save {key} failed {what}; earlier steps are untouched: {text}")
         remedy = ""
         if kind == StoreDenied.__name__:
             remedy = (

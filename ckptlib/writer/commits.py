@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,6 +15,7 @@ from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.errors import CkptError, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
 from ckptlib.jobs import JobThread
 from ckptlib.policy.keep import Keep
 from ckptlib.writer.channel import Channel
@@ -79,9 +80,13 @@ class Commits:
         commit = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
         try:
             with self._watchdog.work("commit", save, max(began + self._trainer.deadline_s, time.monotonic())):
-                manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
+                if self._tier is not None:
+                    manifest = self._tier.commit(save, commit, left)
+                else:
+                    manifest = self._once_more(save, commit)
         except (CkptError, OSError) as error:
-            self._failures.give_up(save, error)  # its own part is there, but the others wait for the step
+            in_doubt = self.committer.may_have_put(save, error)
+            self._failures.give_up(save, error, in_doubt)  # its own part is there, but the others wait for the step
             self._undecided.pop(save, None)
             self._make_room(save, isinstance(error, StoreFull))
             return
@@ -99,6 +104,16 @@ class Commits:
         if self._sweeper is not None and sweeps:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
         self._make_room(save)
+
+    def _once_more(self, save: SaveId, commit: Callable[[], Manifest]) -> Manifest:
+        """Calls `commit`, and again where its manifest may be there though the store failed. Raises as it does."""
+        try:
+            return commit()
+        except StoreError as error:
+            if not self.committer.may_have_put(save, error):
+                raise
+            log.info("step %d may be committed; the store is asked once more: %s", save.step, describe(error))
+        return commit()
 
     def _sweep(self, sweeper: Sweeper, save: SaveId) -> None:
         """Removes old steps."""

@@ -11,7 +11,7 @@ from functools import partial
 from ckptlib.errors import CkptError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
-from ckptlib.writer.channel import Channel
+from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.persist import put_failure
 from ckptlib.writer.told_warnings import ALREADY_TOLD
 
@@ -29,10 +29,11 @@ class Failures:
         self._channel, self._store, self._rank = channel, store, rank
         self._slack_s = slack_s
 
-    def give_up(self, save: SaveId, error: BaseException) -> None:
-        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it. The trainer is
-        told as soon as that was tried once: a store that is full may have no room for a word for long."""
-        self._publish(save, describe(error), partial(self.report, save, error))
+    def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False) -> None:
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it. `in_doubt`: its
+        manifest may be there all the same. The trainer is told as soon as that was tried once: a store that is full may
+        have no room for a word for long."""
+        self._publish(save, describe(error), partial(self.report, save, error, in_doubt=in_doubt))
 
     def publish(self, save: SaveId, error: str) -> None:
         """To the other ranks alone."""
@@ -65,7 +66,8 @@ class Failures:
                 tried.set()
             time.sleep(pause_s)
 
-    def report(self, save: SaveId, error: BaseException, seen: bool = False) -> None:
+    def report(self, save: SaveId, error: BaseException, seen: bool = False, in_doubt: bool = False) -> None:
         """Tells the trainer alone. `seen`: it is what another rank has published; this one's slot may still be read."""
-        told = {"kind": type(error).__name__, "error": describe(error)}
-        self._channel.send({"event": "failed", "save": str(save), **told, **({"seen": True} if seen else {})})
+        told: Message = {"kind": type(error).__name__, "error": describe(error)}
+        marks = {name: True for name, is_so in (("seen", seen), ("in_doubt", in_doubt)) if is_so}
+        self._channel.send({"event": "failed", "save": str(save), **told, **marks})

@@ -362,7 +362,9 @@ class WriterProcess:
         elif work.what == "await":
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
-            failure = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
+            failure: Message = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
+            if work.what == "commit" and self._commits.committer.may_have_put(work.save, StoreTimeout(error)):
+                failure["in_doubt"] = True
             self._channel.send({"event": "failed", **failure, "replace": True})
         elif work.what == "begin":
             self._channel.send({"event": "not-begun", "error": error, "replace": True})

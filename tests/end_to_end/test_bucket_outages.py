@@ -29,7 +29,7 @@ SLOW_STEP_S = 0.1
 
 PACKS, PARTS, MANIFESTS = ("^PutObject .*/packs/", "^PutObject .*/parts/", "^PutObject .*/steps/")
 READS, LISTS = "^GetObject .*/parts/", "^List"
-FAILED = "will never be committed"
+FAILED = "earlier steps are untouched"
 
 
 def lasting(fault: str, match: str, **more: object) -> Mapping[str, object]:

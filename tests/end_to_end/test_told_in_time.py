@@ -31,7 +31,7 @@ FREE_STEPS = 20
 SETTLED = 4
 """Steps behind a fault, after which none is under way that has met it: what waits is told of once for a step."""
 
-TOLD, FAILED = "has not answered", "will never be committed"
+TOLD, FAILED = "has not answered", "earlier steps are untouched"
 LATEST = 2
 """How many times later than two idle limits it may be told, on a busy machine."""
 
