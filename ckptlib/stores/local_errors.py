@@ -11,6 +11,7 @@ ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 """There is no such object."""
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _OWN = {
     *(errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
@@ -24,6 +25,11 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
     cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
     if error.errno == errno.EXDEV:
         cause += "; a root must be on one file system"
+    if doing == "publish" and error.errno in _NO_RENAME:
+        cause += (
+            "; this file system can neither link nor rename a file. If it is a mounted bucket, give the bucket's own "
+            "URL, such as s3://bucket/run"
+        )
     if error.errno == errno.ENOTDIR and (found := _in_the_way(error.filename, path)) is not None:
         cause += f"; {found} is in the place of a directory of the root; move it away"
     if error.errno in _DENIED and isinstance(error.filename, str) and os.path.isabs(error.filename):

@@ -252,14 +252,24 @@ def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatc
     assert temp_files(files) == []
 
 
-def test_a_root_on_two_file_systems(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (errno.EXDEV, "a root must be on one file system"),
+        (errno.ENOSYS, "this file system can neither link nor rename a file. If it is a mounted bucket, give the "),
+    ],
+    ids=["two file systems", "as Mountpoint for Amazon S3"],
+)
+def test_a_file_system_that_cannot_name_a_file(
+    files: Path, monkeypatch: pytest.MonkeyPatch, error: int, advice: str
+) -> None:
     def refuse(source: str, target: str, **directories: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "rename", refuse)
     store = LocalStore(str(files))
-    with pytest.raises(StoreError, match=r"a/b: cannot publish: .*; a root must be on one file system"):
+    with pytest.raises(StoreError, match=f"a/b: cannot publish: .*; {advice}"):
         store.put("a/b", b"1")
     assert (keys(store), temp_files(files)) == ([], [])
 
