@@ -304,12 +304,13 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
     digests = {row.digest for row in by_rank.values()}
     owned = any(row.is_owned for row in by_rank.values())
     error: type[UnsupportedState] = UnsupportedState
+    alone = ""
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
         what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
     elif len(digests) > 1 and owned:
-        what = (
-            f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it. If "
-            "one rank alone steps the parameter, the others must have no state of it: optimizer.state.pop(parameter)"
+        what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+        alone = (
+            "; if it is kept for a parameter that one rank alone steps, the others must drop it: optimizer.state.pop"
         )
         error = ReplicasDiffer
     else:
@@ -317,6 +318,7 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
     raise error(
         f"{name} {what}. If these are different tensors, give them different names (stage-global ones in a pipeline); "
         "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if each rank has its own, PerRank"
+        f"{alone}"
     )
 
 

@@ -100,7 +100,7 @@ def test_another_number_of_ranks_gets_all_of_it(directory: Path) -> None:
     ckptlib.load(directory, {"m": model, "o": optim}, process_group=alone)
     assert len(optim.state) == 4
     train(model, optim, range(1))
-    with pytest.raises(ReplicasDiffer, match=r"If one rank alone steps the parameter, the others must have no "):
+    with pytest.raises(ReplicasDiffer, match="for a parameter that one rank alone steps, the others must drop it"):
         ckptlib.save(directory / "again", {"m": model, "o": optim}, 1)
     for param in list(model.parameters())[1 - rank() :: 2]:
         optim.state.pop(param)
