@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.format.check import MODULUS, Check, alike, check_of, compared
+from ckptlib.format.check import MODULUS, Check, add_up, alike, check_of, compared
 
 SETS = st.lists(st.sets(st.integers(0, 7), min_size=2), max_size=8, unique_by=frozenset)
 
@@ -71,3 +71,9 @@ def test_texts_come_back(number: int, low: int, high: int) -> None:
 @pytest.mark.parametrize("text", ["", "0" * 27, "0" * 29, "G" + "0" * 27, "0" * 8 + f"{MODULUS:010x}" + "0" * 10])
 def test_what_is_no_check_is_none(text: str) -> None:
     assert Check.parse(text) is None
+
+
+@pytest.mark.parametrize("sums", [(1, 0), (0, 1), (MODULUS, 1), (MODULUS - 1, 2 * MODULUS)])
+def test_both_sums_count(sums: tuple[int, int]) -> None:
+    assert not add_up(*sums)
+    assert add_up(0, 3 * MODULUS)

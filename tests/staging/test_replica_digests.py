@@ -156,6 +156,37 @@ def test_one_rank_that_moves_alone_is_a_difference() -> None:
     assert not agree(ranks, 2)
 
 
+def test_a_frozen_tensor_that_moved_where_this_save_does_not_look_is_a_difference() -> None:
+    """On one rank alone, in the window of the save before: a patch of a table, say."""
+    ranks = pair(lambda rank: {"base": torch.zeros(LARGE)}, Way.FROZEN)
+    assert agree(ranks, 1)
+    assert ranks[1].digests is not None
+    seen = last_reading(ranks[1].digests)
+    assert seen is not None
+    (place,) = seen.places
+    ranks[1].tensors["base"].view(torch.uint8)[place] = 1
+    assert not agree(ranks, 2)
+
+
+@pytest.mark.parametrize("byte", [0, 5000, -1])
+def test_small_frozen_tensors_are_digested_whole(byte: int) -> None:
+    ranks = pair(lambda rank: {"base": torch.zeros(2500), "scale": torch.ones(())}, Way.FROZEN)
+    ranks[1].tensors["base"].view(torch.uint8)[byte] = 1
+    assert not any(agree(ranks, number) for number in range(1, 9))
+
+
+def test_what_is_frozen_is_not_compared_to_another_tensor() -> None:
+    """Where a state has others from now on, it is no change of any."""
+    [rank] = pair(lambda rank: {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}, Way.FROZEN)[:1]
+    rank.read(1)
+    del rank.tensors["a"]
+    rank.look()
+    assert rank.read(2)[1] == frozenset()
+    rank.tensors["0"] = torch.full((LARGE,), 2.0)
+    rank.look()
+    assert rank.read(3)[1] == frozenset()
+
+
 def test_what_is_late_is_read_late() -> None:
     ranks = pair(lambda rank: {"w": torch.zeros(LARGE)}, Way.WHOLE, late=True)
     found = []
