@@ -42,6 +42,22 @@ def job() -> Iterator[SmallJob]:
         yield job
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_step_that_does_not_say_which_ranks_use_packs_keeps_those_of_all(order: tuple[int, ...]) -> None:
+    """In whichever order steps are read: the next one, which says, takes nothing back."""
+    first = SaveId(1, GenerationId(1, "00000001"))
+    of = PackSet(first)
+    records = [TrashRecord(first, "", {of: 1.0}, users) for users in ({}, {of: frozenset({0})}, {of: frozenset({1})})]
+    needed: dict[PackSet, frozenset[int] | None] = {}
+    for number in order:
+        add_needed(needed, records[number])
+    assert [is_needed(needed, first.pack_key(rank, "0" * 8, 0)) for rank in range(4)] == [True] * 4
+    needed = {}
+    for record in records[1:]:
+        add_needed(needed, record)
+    assert [is_needed(needed, first.pack_key(rank, "0" * 8, 0)) for rank in range(4)] == [True, True, False, False]
+
+
 def saves(job: SmallJob) -> list[SaveId]:
     return sorted(job.oracle)
 
