@@ -47,6 +47,9 @@ FIRST_BACKOFF_S = 5.0
 LAST_BACKOFF_S = 300.0
 """How long the ranks wait before they connect anew; doubled each time."""
 
+RECONNECT = timedelta(seconds=5)
+"""How long that may take, at least: the training waits meanwhile. Where the first time took longer, four times that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -132,6 +135,7 @@ class Replicator:
         """Problems that were logged and have not passed since."""
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = 0.0
+        self._connect_within = peers.timeout
         self._link: Link | None = None
         self._broken: Link | None = None
         self.connect()
@@ -302,7 +306,10 @@ class Replicator:
             self._broken.close()
             self._broken = None
         if self._over is not None and self._peers.copies:
-            self._link = Link(self._over, self._peers.timeout)
+            began = time.monotonic()
+            self._link = Link(self._over, self._peers.timeout, self._connect_within)
+            took = timedelta(seconds=time.monotonic() - began)
+            self._connect_within = min(max(RECONNECT, 4 * took), self._peers.timeout)
 
     def _streams(self) -> list[_Stream]:
         return [*self._senders.values(), *self._receivers.values()]

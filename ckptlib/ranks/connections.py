@@ -6,7 +6,9 @@ Knows how connections are made and closed; `group` and `link` use them.
 from __future__ import annotations
 
 import functools
+import os
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotDone
@@ -23,6 +25,8 @@ from ckptlib.ranks import incarnation
 
 LATE_S = 5.0
 """How much later than in time the store may answer, at least: a busy machine is not a store that is gone."""
+
+UNREACHED = "another rank, or the store of torch.distributed,"
 
 BY_THE_HOST = ("gloo", "mpi", "fake", "undefined")
 """Backends of torch.distributed that have no links between devices."""
@@ -61,10 +65,25 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     shared.nonce = secrets.token_hex(8)
     store = PrefixStore(name, place)
     try:
-        gloo = _in_time(timeout, dist.ProcessGroupGloo, store, over.rank(), over.size(), timeout)
+        gloo = _in_time(timeout, UNREACHED, dist.ProcessGroupGloo, store, over.rank(), over.size(), timeout)
+    except AgreementFailed as error:
+        raise AgreementFailed(
+            f"rank {dist.get_rank()} could not connect to the other ranks: {error}. {_by()}"
+        ) from error
     except RuntimeError as error:
-        raise failure("connecting", over.size(), timeout, error) from error
+        raise AgreementFailed(f"{failure('connecting', over.size(), timeout, error)}. {_by()}") from error
     return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
+
+
+def _by() -> str:
+    """By which address other hosts reach this rank, and what a user may do where they do not."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    by = f"the interface {names} (GLOO_SOCKET_IFNAME)" if names else f"what the name {socket.gethostname()} resolves to"
+    other = "another one" if names else "the interface that other hosts reach"
+    return (
+        f"gloo listens at {by}, at any free port. If other hosts do not reach that, or a firewall stands between them, "
+        f"set GLOO_SOCKET_IFNAME to {other}, or open the ports"
+    )
 
 
 def disconnect(gloo: dist.ProcessGroup) -> None:
@@ -103,15 +122,18 @@ def _agree(over: dist.ProcessGroup, place: Store, nonce: str, timeout: timedelta
 
 
 def ask_store(timeout: timedelta, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-    """As `_in_time`. Raises AgreementFailed also where the store is gone."""
+    """As `_in_time`, of the store. Raises AgreementFailed also where the store is gone."""
     try:
-        return _in_time(timeout, call, *args, **kwargs)
+        return _in_time(timeout, "the store of torch.distributed", call, *args, **kwargs)
     except RuntimeError as error:
         raise AgreementFailed(f"the store of torch.distributed is gone: {error}") from error
 
 
-def _in_time(timeout: timedelta, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-    """What a call returns that has this time-out and asks the store. Raises AgreementFailed where that does not answer.
+def _in_time(
+    timeout: timedelta, whom: str, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+) -> Result:
+    """What a call returns that has this time-out and asks the store. Raises AgreementFailed, which names `whom`, where
+    there is no answer.
 
     The store's client waits for an answer for ever. So a thread asks, and is left alone where none comes. It has half
     the time more, or LATE_S: what it raises itself says more.
@@ -122,7 +144,7 @@ def _in_time(timeout: timedelta, call: Callable[Given, Result], *args: Given.arg
     try:
         return result.result(limit_s)
     except NotDone as error:
-        raise AgreementFailed(f"the store of torch.distributed has not answered within {limit_s:.0f} s") from error
+        raise AgreementFailed(f"{whom} has not answered within {limit_s:.0f} s") from error
     finally:
         asking.leave()
 

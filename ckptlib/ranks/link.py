@@ -50,15 +50,15 @@ class Link:
     gloo has closed the connection to that peer for good, after a time-out those to all peers.
     """
 
-    def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
-        """Collective over `over`, on the main thread. Raises AgreementFailed."""
+    def __init__(self, over: dist.ProcessGroup, timeout: timedelta, connect_within: timedelta | None = None) -> None:
+        """Collective over `over`, on the main thread. `connect_within`: None for `timeout`. Raises AgreementFailed."""
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.rank = over.rank()
         self.size = over.size()
         self.broken = False
         """Whether anything has failed: some or all peers can no longer be reached."""
-        self._gloo = connect(over, timeout)
+        self._gloo = connect(over, connect_within or timeout)
 
     def global_rank(self, rank: int) -> int:
         """The rank in the job's world, by which people know it."""

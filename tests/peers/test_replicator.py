@@ -21,6 +21,7 @@ from workers.rank_slots import seal as sealed
 
 from ckptlib.errors import AgreementFailed, ReplicationFailed, TornSnapshot
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.peers import replicator
 from ckptlib.peers.increment_sender import _Sent
 from ckptlib.peers.replicator import Replicator, Round
 from ckptlib.peers.transfer import _heed, send_slot
@@ -238,6 +239,31 @@ def test_a_base_is_in_use_while_something_is_sent(tmp_path: Path) -> None:
     until(lambda: fate.settled and bench.replicator.calm)
     assert bench.replicator.bases == []
     seal(bench.staging)
+
+
+def test_ranks_that_connect_anew_hold_up_the_training_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the time-out of a peer: where a firewall drops what is new, each try takes as long as it may."""
+    given: list[timedelta] = []
+
+    def link(over: object, timeout: timedelta, connect_within: timedelta) -> Wire:
+        given.append(connect_within)
+        time.sleep(delays.pop())
+        return Wire()
+
+    monkeypatch.setattr(replicator, "Link", link)
+    over: Any = object()
+    delays = [0.0, 0.0]
+    ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(minutes=1)), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks.drop_link()
+    ranks._broken = None
+    ranks.connect()
+    assert given == [timedelta(minutes=1), replicator.RECONNECT]
+    monkeypatch.setattr(replicator, "RECONNECT", timedelta(0))
+    given.clear()
+    delays = [0.0, 0.05]
+    ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(minutes=1)), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks.connect()
+    assert given[1] >= timedelta(seconds=0.2)
 
 
 def test_nothing_builds_on_what_failed_or_is_void() -> None:
