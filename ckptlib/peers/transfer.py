@@ -241,6 +241,8 @@ def _receive_content(
             check_body(slot, snapshot, arriving)
     except AgreementFailed:
         raise
+    except CorruptData as error:  # here, there, or on its way: checksums of TCP miss one of 65,536
+        damage = CorruptData(f"{error}, that of the host that sent it, and the network")
     except CkptError as error:
         damage = error
     for _ in arriving:
