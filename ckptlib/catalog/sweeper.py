@@ -7,7 +7,7 @@ Nor need a store have room for a thousand steps of which two are kept. Where it 
 goes when that is EARLY_S ago. That it may still be read is the lesser evil: no save would succeed for the rest of the
 grace period. No save loses anything: what one uses was dropped after it was begun, if at all, so the age of the oldest
 is added. A job of before, which does not know yet that this one has begun, may be about to commit: so nothing goes
-early in the first EARLY_S of this one, and a commit that takes longer looks again. No torch.
+early in the first EARLY_S after the record of this one, and a commit that takes longer looks again. No torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import math
 import time
 
+from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop_unkept, sweep
 from ckptlib.errors import StoreFull
@@ -38,7 +39,7 @@ class Sweeper:
         self._catalog, self._keep = catalog, keep
         self._look_at = 0.0
         """When all is listed again; by the monotonic clock."""
-        self._room_at = time.monotonic() + EARLY_S
+        self._room_at = 0.0
         """When a full store may be given room."""
         self._told = False
         self._broken: set[SaveId] = set()
@@ -65,6 +66,9 @@ class Sweeper:
         if now < self._room_at:
             return
         self._room_at = now + EARLY_S / ROOMS
+        record = self._catalog.store.entry(decided.generation.key)
+        if record is None or clock.now(self._catalog.store) - record.modified < EARLY_S:
+            return
         nbytes = self._look(decided, now, EARLY_S + in_flight_s)
         if nbytes and not self._told:
             log.warning(

@@ -241,9 +241,9 @@ class Upload:
         await self._client.ask(call, "abort_multipart_upload", self._upload)
 
 
-def _etag(parts: list[dict[str, object]]) -> str:
-    """The ETag that S3 gives an object of these parts; '' where their ETags are no MD5."""
+def _etag(parts: list[dict[str, object]]) -> str | None:
+    """The ETag that S3 gives an object of these parts; None where their ETags are no MD5."""
     if not all(_MD5.fullmatch(str(part["ETag"])) for part in parts):
-        return ""
+        return None
     md5s = b"".join(bytes.fromhex(str(part["ETag"]).strip('"')) for part in parts)
     return f"{hashlib.md5(md5s, usedforsecurity=False).hexdigest()}-{len(parts)}"

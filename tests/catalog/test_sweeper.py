@@ -224,12 +224,17 @@ def test_a_full_store_gets_room_when_a_step_was_dropped_long_enough_ago(
 
 
 def test_no_room_is_made_where_a_job_of_before_may_be_about_to_commit(clock: SimpleNamespace) -> None:
-    store, live, dropped, kept = dropped_after(clock, 2 * EARLY_S)
-    clock.now -= 1
-    live.make_room(kept, 0.0)
+    """It may be for as long after the record of this one, however long this one has run by then."""
+    store, _, dropped, before = dropped_after(clock, 2 * EARLY_S)
+    later = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    clock.now += 10 * EARLY_S
+    catalog = Catalog(store)
+    kept = make_save(catalog, make_generation(catalog, 2, resumed_from=before), 3, state(3))
+    later.make_room(kept, 0.0)
     assert keys_of(store, dropped)
-    clock.now += 1
-    live.make_room(kept, 0.0)
+    clock.now += EARLY_S
+    age(store, EARLY_S + 2)
+    later.make_room(kept, 0.0)
     assert not keys_of(store, dropped)
 
 
