@@ -83,6 +83,8 @@ class Snapshots:
         self.own = HeldSteps()
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
+        self.trained = 0
+        """The step that the training is at."""
         self._settled_by_all = NONE
         self._voided: set[int] = set()
         """Steps whose snapshots all ranks hold, and found to differ."""
@@ -275,7 +277,7 @@ class Snapshots:
         held = None if self.held_by_all == NONE else self.held_by_all
         newest = max((begun.step for begun in self._unsettled), default=self.own.settled)
         losses = 0 if held is None else self.placement.num_losses_survived
-        lag, linked, sent = max(newest - (held or 0), 0), self.replicator.linked, self._sent
+        lag, linked, sent = max(newest, self.trained) - (held or 0), self.replicator.linked, self._sent
         if sent is None:
             return Coverage(held, lag, losses, linked, 0)
         return Coverage(held, lag, losses, linked, sent.sent, sent.coded, dict(sent.uncoded))

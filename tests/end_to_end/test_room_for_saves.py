@@ -86,6 +86,20 @@ def test_memory_is_kept_up_to_date_while_the_store_hangs(job: Job) -> None:
     assert steps(job.root) == [2, 21]
 
 
+def test_what_would_be_lost_counts_to_the_step_of_the_training(job: Job) -> None:
+    """Whether or not a snapshot could be begun since the one that all ranks hold."""
+    with job.checkpointer(every=At(), peers=ckptlib.Peers(copies=0, every=4)) as ckpt:
+        lags = []
+        for step in range(1, 12):
+            job.body()
+            ckpt.after_step(step)
+            settle(ckpt, WAIT_S)
+            assert ckpt.coverage is not None
+            lags.append((step, step - (ckpt.coverage.step or 0) - ckpt.coverage.lag))
+        assert ckpt.coverage.step == 8
+        assert [off for _, off in lags] == [0] * 11
+
+
 def test_a_save_that_was_asked_for_takes_the_last_slot(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """After the ranks have said that there is one for the save that is due next: that one is taken later."""
     with job.checkpointer(every=At(3)) as ckpt:
