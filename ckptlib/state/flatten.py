@@ -98,8 +98,8 @@ class _Walk(Visitor[bool], Collector):
         Collector.__init__(self, memo, owners)
         self.sections: set[tuple[str, bool]] = set()
         self.asked = False
-        """Whether a module's `state_dict()` was called: FSDP2 shards parameters again in it, and frees the memory of
-        whole ones, which may have been found by then."""
+        """Whether a `state_dict()` that gives tensors was called, be it through an object: FSDP2 shards parameters
+        again in it, and frees the memory of whole ones, which may have been found by then."""
 
     @override
     def below_per_rank(self, per_rank: bool) -> bool:
@@ -145,7 +145,9 @@ class _Walk(Visitor[bool], Collector):
 
     @override
     def add_stateful(self, node: Any, path: str, per_rank: bool) -> None:
-        self.add_object(node.state_dict(), path, per_rank)
+        state = node.state_dict()
+        self.asked = self.asked or has_tensor(state)
+        self.add_object(state, path, per_rank)
 
     @override
     def add_plain(self, value: object, path: str, per_rank: bool) -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,7 +253,13 @@ def test_whole_parameters_that_the_walk_itself_frees_are_refused(world: None, tm
     ckptlib.save(tmp_path, {"p": {"weight": torch.ones(3, 3)}, "m": {}}, 1)
     model.unshard()
     state = {"p": {"weight": model.weight}, "m": model}  # whose state_dict() shards it again
-    for call in (lambda: flatten(state, memo), lambda: ckptlib.load(tmp_path, state, strict=False)):
+    through = {**state, "m": SimpleNamespace(state_dict=model.state_dict, load_state_dict=model.load_state_dict)}
+    calls = (
+        lambda: flatten(state, memo),
+        lambda: flatten(through),
+        lambda: ckptlib.load(tmp_path, state, strict=False),
+    )
+    for call in calls:
         model.unshard()
         with pytest.raises(UnsupportedState, match="p/weight: its memory was freed"):
             call()
