@@ -116,7 +116,7 @@ def test_a_fence_without_hooks_is_removed() -> None:
         (Holder(), "o: this AcceleratedOptimizer wraps a onerank.Holder, which is no torch.optim.Optimizer"),
         (
             look_alike(Holder, "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")(),
-            "o: DeepSpeedZeroOptimizer_Stage3 flattens",
+            "o: DeepSpeedZeroOptimizer_Stage3 divides",
         ),
     ],
     ids=["unknown", "deepspeed"],

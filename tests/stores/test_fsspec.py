@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import _registry
 from helpers.objects import client_of
 from helpers.s3 import SECRET, s3_options
 from helpers.servers import ObjectStorage
@@ -146,6 +147,7 @@ def test_a_scheme_that_nobody_knows() -> None:
 )
 def test_a_package_that_is_missing(url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)  # what it has imported
     with pytest.raises(ImportError, match=rf"needs a package: pip install 'ckptlib\[{extra}\]' \(.*{package}"):
         FsspecStore(url, {})
 
