@@ -71,7 +71,7 @@ class DueSaves:
     def begin(self, to_store: bool) -> None:
         """A snapshot is taken now: the saves that it serves are due no longer."""
         self.skip(to_store)
-        self.inline = False
+        self.inline = self.inline and self.to_store  # a save that waits may be the one that was torn
 
     def skip(self, to_store: bool) -> None:
         """This step is saved already."""

@@ -204,11 +204,13 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
         assert [raw(p) for p in params_of(optimizer)] == oracle[step]
 
 
-def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path) -> None:
-    """However often they are due: every other one at least is taken without overlap."""
+@pytest.mark.parametrize("peers", [None, ckptlib.Peers(copies=0)], ids=["", "peers"])
+def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path, peers: ckptlib.Peers | None) -> None:
+    """However often they are due: every other one at least is taken without overlap. With peers also where snapshots
+    for memory alone come between."""
     optimizer = prepared("adamw-foreach", 1)
     state, oracle = state_of(optimizer), {}
-    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path, peers=peers) as ckpt:
         for step in range(1, 31):
             step_with_gradients(optimizer)
             oracle[step] = [raw(p) for p in params_of(optimizer)]

@@ -64,6 +64,16 @@ def test_what_was_torn_is_owed_without_overlap_once() -> None:
     assert (saves.to_store, saves.in_memory, saves.inline) == (False, False, False)
 
 
+def test_a_save_that_waits_is_still_taken_without_overlap() -> None:
+    """While the writer reads a slot, a snapshot for memory alone may come before the one that is owed."""
+    saves = due(1000, in_memory=1)
+    saves.owe(to_store=True, inline=True)
+    saves.begin(to_store=False)
+    assert (saves.to_store, saves.inline) == (True, True)
+    saves.begin(to_store=True)
+    assert (saves.to_store, saves.inline) == (False, False)
+
+
 def test_a_step_that_is_saved_already_is_not_saved_again_and_keeps_what_is_owed() -> None:
     saves = due(1000)
     saves.owe(to_store=True, inline=True)
