@@ -238,6 +238,26 @@ def test_no_room_is_made_where_a_job_of_before_may_be_about_to_commit(clock: Sim
     assert not keys_of(store, dropped)
 
 
+def test_room_is_made_where_a_full_store_tells_no_time(clock: SimpleNamespace) -> None:
+    """The newest object is the record of the job itself, or one that came at once behind it."""
+    store = Full()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    dropped = make_save(catalog, generation, 1, state(1))
+    before = make_save(catalog, generation, 2, state(2))
+    Sweeper(Catalog(store), Keep(1, grace=GRACE)).sweep(before)
+    age(store, 2 * EARLY_S)
+    decided = SaveId(3, make_generation(catalog, 2, resumed_from=before))
+    live, store.is_full = Sweeper(Catalog(store), Keep(1, grace=GRACE)), True
+    live.make_room(decided, 0.0)
+    clock.now += EARLY_S - 1
+    live.make_room(decided, 0.0)
+    assert keys_of(store, dropped)
+    clock.now += EARLY_S / ROOMS
+    live.make_room(decided, 0.0)
+    assert not keys_of(store, dropped)
+
+
 def test_a_store_that_stays_full_is_looked_through_now_and_then(clock: SimpleNamespace) -> None:
     store = CountingStore(MemoryStore())
     catalog = make_root(store)
