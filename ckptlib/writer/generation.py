@@ -106,8 +106,9 @@ def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
         return None
     return (
         f"{catalog.store.url} holds steps up to {visible[-1]}, but this job goes on from step {restored.step}: steps "
-        f"{visible[0].step} and later are no longer listed (they stay in the store). Either they could not be "
-        "restored, or an older job saved them after this one had restored: see that it has ended"
+        f"{visible[0].step} and later are no longer listed (they stay in the store). Unless this job was told to go "
+        "back, they could not be restored, or an older job saved them after this one had restored: see that it has "
+        "ended"
     )
 
 
