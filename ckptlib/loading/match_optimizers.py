@@ -14,12 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
+from ckptlib.format.layout import Placed, TensorEntry
 from ckptlib.format.paths import join, key_of
+from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
-from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.leaf import Sharded, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of, scalars_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
@@ -95,7 +96,8 @@ class OptimizerTargets:
                 taken.add(saved_name)
                 self._plan.use(f"{saved_path}/{saved_name}")
                 keys = entries.get(saved_name, {})
-                if keys and self._is_stepped_elsewhere(optimizer, param, groups[saved_name], keys.values()):
+                in_place = is_own and groups[saved_name].layout == 0 and not optimizer.state.get(param)
+                if keys and in_place and self._is_stepped_elsewhere(param, keys.values()):
                     continue
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
@@ -113,18 +115,18 @@ class OptimizerTargets:
             full = f"{saved_path}/{name}"
             self._plan.leave(full, UNTRAINED.format(full=full, path=path) if name in untrained else None)
 
-    def _is_stepped_elsewhere(
-        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, group: SavedGroup, keys: Collection[str]
-    ) -> bool:
+    def _is_stepped_elsewhere(self, param: torch.Tensor, names: Collection[str]) -> bool:
         """Whether the optimizer divides its parameters between the ranks, as Muon may, and another one steps this one.
 
         Then the saved rank had the parameter, and no state of it. If this one had some, it would take memory, and would
-        no longer be that of the rank that goes on with it: the next save would find ranks that differ. A DTensor is
-        stepped by all of its ranks. `keys`: the full names of the saved state.
+        no longer be that of the rank that goes on with it: the next save would find ranks that differ. What is cut is
+        stepped by all that have a piece, and a rank whose piece was empty had no state. `names`: of the saved state, in
+        full.
         """
-        if isinstance(param, DTensor) or group.layout != 0 or optimizer.state.get(param):
+        if isinstance(param, DTensor) or id(param) in self._params.by_hand:
             return False
-        return self._saved.others_alone(keys)
+        was_whole = all(_is_whole(self._saved.tensors[name]) for name in names if name in self._saved.tensors)
+        return was_whole and self._saved.others_alone(names)
 
     def _saved_name(self, name: str) -> str:
         """The name under which the checkpoint keeps a parameter's state."""
@@ -302,6 +304,11 @@ def _device_of(param: torch.Tensor) -> torch.device:
 def _is_by_kernel(options: Mapping[str, object]) -> bool:
     """Whether a kernel makes the step, which takes no scalar from the host."""
     return bool(options.get("capturable") or options.get("fused"))
+
+
+def _is_whole(entry: TensorEntry) -> bool:
+    """Whether whoever had it had all of it."""
+    return isinstance(entry.holding, Placed) and {*map(type, entry.holding.placements)} == {Replicate}
 
 
 def _scalar(value: object, param: torch.Tensor, options: Mapping[str, object]) -> object:

@@ -17,6 +17,7 @@ from ckptlib.loading.reader import Reader
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.reading.source import StepSource
+from ckptlib.state.optimizers import is_group_path
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +57,16 @@ def _own_tensors(reader: Reader, loaded: Targets, generators: str) -> set[str]:
 def _differing(group: Group, source: StepSource, reader: Reader, loaded: Targets) -> set[str]:
     """The names of plain values that were loaded and that not all of the ranks had alike: those whose values are here,
     or, where only rank 0's are, the last one. Collective."""
-    mine = _loaded(reader.part(reader.own_rank).values, loaded)
+    mine = {
+        name: value
+        for name, value in reader.part(reader.own_rank).values.items()
+        if name in loaded.taken and not is_group_path(name)  # options go with parameters, not with ranks
+    }
     if group.size == 1:
         return _unlike(mine, _last_values(source, reader)) if mine else set()
     first: dict[str, Json] = json.loads(group.broadcast(json.dumps(mine).encode() if group.rank == 0 else None))
     told = group.gather(json.dumps(sorted(_unlike(mine, first))).encode())
     return set[str]().union(*map(json.loads, told))
-
-
-def _loaded(values: Mapping[str, Json], loaded: Targets) -> dict[str, Json]:
-    return {name: value for name, value in values.items() if name in loaded.taken}
 
 
 def _last_values(source: StepSource, reader: Reader) -> Mapping[str, Json]:

@@ -59,6 +59,11 @@ def group_path(path: str, index: int) -> str:
     return f"{path}/@group.{index}" if path else f"@group.{index}"
 
 
+def is_group_path(name: str) -> bool:
+    """Whether a name is that of a group's hyper-parameters."""
+    return name.rpartition("/")[2].startswith("@group.")
+
+
 def state_path(path: str, param_name: str, key: object) -> str:
     """Where one entry of a parameter's optimizer state is kept. Raises UnsupportedState for a key that is no text."""
     if not isinstance(key, str):

@@ -37,6 +37,10 @@ class Divided(torch.optim.Optimizer):
             dist.broadcast(param.data, i % self.size)
 
 
+class Whole(Divided):
+    """Each rank steps all of its parameters."""
+
+
 def make(seed: int) -> tuple[nn.Module, Divided]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
@@ -82,6 +86,48 @@ def test_what_is_sharded_is_stepped_by_all(directory: Path) -> None:
     assert len(optim.state) == 4
 
 
+def by_hand(whole: torch.Tensor, sizes: tuple[int, int]) -> tuple[nn.Parameter, ckptlib.Sharded]:
+    """This rank's rows of it."""
+    first, rows = sum(sizes[: rank()]), sizes[rank()]
+    piece = nn.Parameter(whole[first : first + rows].clone())
+    return piece, ckptlib.Sharded(piece, (first, *[0] * (whole.ndim - 1)), tuple(whole.shape))
+
+
+def test_what_is_cut_by_hand_is_stepped_by_all(directory: Path) -> None:
+    saved(directory)
+    cut = {name: by_hand(p.detach(), (1, len(p) - 1)) for name, p in make(2)[0].named_parameters()}
+    optim = Divided([piece for piece, _ in cut.values()])
+    ckptlib.load(directory, {"m": {name: sharded for name, (_, sharded) in cut.items()}, "o": optim})
+    assert len(optim.state) == 4
+
+
+def test_a_rank_whose_piece_was_empty_has_state_of_what_it_has_now(directory: Path) -> None:
+    """Cut by hand otherwise, or not at all, by as many ranks."""
+    piece, sharded = by_hand(torch.arange(6.0), (6, 0))
+    optim = torch.optim.SGD([piece], momentum=0.9)
+    if len(piece):
+        piece.grad = torch.arange(6.0)
+        optim.step()
+    ckptlib.save(directory, {"w": sharded, "o": optim}, 1)
+    piece, sharded = by_hand(torch.zeros(6), (3, 3))
+    optim = torch.optim.SGD([piece], momentum=0.9)
+    ckptlib.load(directory, {"w": sharded, "o": optim})
+    assert torch.equal(optim.state[piece]["momentum_buffer"], torch.arange(6.0)[3 * rank() :][:3])
+    whole = nn.Parameter(torch.zeros(6))
+    optim = torch.optim.SGD([whole], momentum=0.9)
+    ckptlib.load(directory, {"w": whole, "o": optim})
+    assert torch.equal(optim.state[whole]["momentum_buffer"], torch.arange(6.0))
+
+
+def test_an_optimizer_that_divides_nothing_has_all(directory: Path) -> None:
+    """As many ranks as before, each of which steps all of it now: replicas would drift apart."""
+    saved(directory)
+    model, _ = make(2)
+    optim = Whole(model.parameters())
+    ckptlib.load(directory, {"m": model, "o": optim})
+    assert len(optim.state) == 4
+
+
 def test_what_the_optimizer_has_is_filled(directory: Path) -> None:
     model, _ = saved(directory)
     other, optim = make(2)
@@ -112,6 +158,9 @@ if __name__ == "__main__":
         [
             test_goes_on_as_if_it_had_never_stopped,
             test_what_is_sharded_is_stepped_by_all,
+            test_what_is_cut_by_hand_is_stepped_by_all,
+            test_a_rank_whose_piece_was_empty_has_state_of_what_it_has_now,
+            test_an_optimizer_that_divides_nothing_has_all,
             test_what_the_optimizer_has_is_filled,
             test_another_number_of_ranks_gets_all_of_it,
         ]

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 from onerank import Holder
+from torch import nn
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from workers.rank_cases import rank, run_cases, warnings_of_ckptlib
@@ -78,6 +79,24 @@ def test_what_is_alike_is_not_told(directory: Path) -> None:
         assert told_by_load(directory, {"w": torch.ones(3), "place": Holder({}), "lr": 0.2}, group) == []
 
 
+def stages(names: list[int]) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+    """With another learning rate in each."""
+    parts = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in names})
+    groups = [{"params": [*parts[str(number)].parameters()], "lr": 1.0 + number} for number in names]
+    return parts, torch.optim.SGD(groups)
+
+
+def test_options_of_a_stage_go_with_its_parameters(directory: Path) -> None:
+    """The first group of each rank is of other parameters: all that was saved is loaded."""
+    model, optim = stages([min(rank(), 1)])
+    alone = saved_by_two(directory, {"m": model, "o": optim})
+    model, optim = stages([0, 1])
+    for group in optim.param_groups:
+        group["lr"] = 9.0
+    assert told_by_load(directory, {"m": model, "o": optim}, alone) == []
+    assert rank() or [group["lr"] for group in optim.param_groups] == [1.0, 2.0]
+
+
 def loader(world_size: int) -> Any:
     sampler = DistributedSampler(range(12), world_size, min(rank(), world_size - 1), shuffle=False)  # type: ignore[arg-type]
     return StatefulDataLoader(range(12), 2, sampler=sampler)  # type: ignore[arg-type, call-arg]
@@ -106,6 +125,7 @@ if __name__ == "__main__":
             test_more_ranks,
             test_fewer_ranks,
             test_what_is_alike_is_not_told,
+            test_options_of_a_stage_go_with_its_parameters,
             test_a_loader_that_counts_for_each_rank,
         ]
     )
