@@ -82,6 +82,8 @@ class OptimizerTargets:
         wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
         entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
         is_own = self._saved.classes.get(saved_path) == type(optimizer).__name__
+        before = {name for name, group in groups.items() if group.layout == 0}
+        is_alike = is_own and before == {*map(self._saved_name, chain.from_iterable(names))}
         scalars = scalars_of(optimizer)
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
@@ -96,8 +98,8 @@ class OptimizerTargets:
                 taken.add(saved_name)
                 self._plan.use(f"{saved_path}/{saved_name}")
                 keys = entries.get(saved_name, {})
-                in_place = is_own and groups[saved_name].layout == 0 and not optimizer.state.get(param)
-                if keys and in_place and self._is_stepped_elsewhere(param, keys.values()):
+                is_fresh = is_alike and not optimizer.state.get(param)
+                if keys and is_fresh and self._is_stepped_elsewhere(param, keys.values()):
                     continue
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
@@ -120,8 +122,10 @@ class OptimizerTargets:
 
         Then the saved rank had the parameter, and no state of it. If this one had some, it would take memory, and would
         no longer be that of the rank that goes on with it: the next save would find ranks that differ. What is cut is
-        stepped by all that have a piece, and a rank whose piece was empty had no state. `names`: of the saved state, in
-        full.
+        stepped by all that have a piece, and a rank whose piece was empty had no state.
+
+        Asked where the optimizer is of the saved class and has the parameters that the saved rank had: where replicas
+        become stages of a pipeline, nobody would have what this one leaves alone. `names`: of the saved state, in full.
         """
         if isinstance(param, DTensor) or id(param) in self._params.by_hand:
             return False

@@ -128,6 +128,20 @@ def test_an_optimizer_that_divides_nothing_has_all(directory: Path) -> None:
     assert len(optim.state) == 4
 
 
+def test_replicas_that_become_stages_have_all_of_theirs(directory: Path) -> None:
+    """Of what another rank stepped before, nobody else would have anything."""
+    model, optim = saved(directory)
+    momenta: list[dict[str, torch.Tensor]] = [{}, {}]
+    dist.all_gather_object(
+        momenta, {n: optim.state[p]["momentum"] for n, p in model.named_parameters() if p in optim.state}
+    )
+    stage = nn.ModuleDict({str(rank()): make(2)[0][rank()]})
+    optim = Divided(stage.parameters())
+    ckptlib.load(directory, {"m": stage, "o": optim})
+    for name, param in stage.named_parameters():
+        assert torch.equal(optim.state[param]["momentum"], (momenta[0] | momenta[1])[name])
+
+
 def test_what_the_optimizer_has_is_filled(directory: Path) -> None:
     model, _ = saved(directory)
     other, optim = make(2)
@@ -161,6 +175,7 @@ if __name__ == "__main__":
             test_what_is_cut_by_hand_is_stepped_by_all,
             test_a_rank_whose_piece_was_empty_has_state_of_what_it_has_now,
             test_an_optimizer_that_divides_nothing_has_all,
+            test_replicas_that_become_stages_have_all_of_theirs,
             test_what_the_optimizer_has_is_filled,
             test_another_number_of_ranks_gets_all_of_it,
         ]
