@@ -38,6 +38,7 @@ from ckptlib.state.optimizers import (
     warn_of_unsaved,
 )
 from ckptlib.state.owners import owned_in, owners_of
+from ckptlib.state.rng import RngState
 from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
 from ckptlib.state.visitor import Visitor
@@ -99,7 +100,8 @@ class _Walk(Visitor[bool], Collector):
         self.sections: set[tuple[str, bool]] = set()
         self.asked = False
         """Whether a `state_dict()` that gives tensors was called, be it through an object: FSDP2 shards parameters
-        again in it, and frees the memory of whole ones, which may have been found by then."""
+        again in it, and frees the memory of whole ones, which may have been found by then. Not that of the random
+        generators, which is in every save and asks no module."""
 
     @override
     def below_per_rank(self, per_rank: bool) -> bool:
@@ -146,7 +148,7 @@ class _Walk(Visitor[bool], Collector):
     @override
     def add_stateful(self, node: Any, path: str, per_rank: bool) -> None:
         state = node.state_dict()
-        self.asked = self.asked or has_tensor(state)
+        self.asked = self.asked or (has_tensor(state) and not isinstance(node, RngState))
         self.add_object(state, path, per_rank)
 
     @override
