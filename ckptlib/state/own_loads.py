@@ -7,13 +7,14 @@ dtype, renews it where torch would have come by.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter, signature
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ckptlib.state.subclasses import is_subclass
 from ckptlib.state.wrappers import canonical, inner_name
+
+There: TypeAlias = Callable[[], Mapping[int, "weakref.ref[nn.Parameter]"]]
+"""By id: the parameters of the outermost module before the first call."""
 
 
 def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) -> list[Callable[[], None]]:
@@ -34,14 +38,15 @@ def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) 
     above = _above(filled) if own else set()
     covered = {id(inner) for module in done for inner in module.modules()}
     calls: list[Callable[[], None]] = []
+    there = cache(lambda: {id(param): weakref.ref(param) for param in top.parameters()})  # once for all of the calls
     for name, module in own:
         if id(module) in covered or _path(top, name) not in above:
             continue
         if _loads_itself(module, module is outermost):
             covered.update(map(id, module.modules()))
-            calls.append(partial(_load_again, module, module is outermost, top))
+            calls.append(partial(_load_again, module, module is outermost, there))
         else:
-            calls.append(partial(_run_post_hooks, module, top))
+            calls.append(partial(_run_post_hooks, module, there))
     return calls[::-1]  # as torch has it, those inside come first
 
 
@@ -59,17 +64,19 @@ def give(module: nn.Module, state: dict[str, Any], is_outermost: bool) -> object
 
 
 @contextmanager
-def keeping_parameters(module: nn.Module, top: nn.Module | None = None) -> Iterator[None]:
+def keeping_parameters(module: nn.Module, there: There = dict) -> Iterator[None]:
     """Puts back parameters for which the body puts new ones in their place, with the values of these: an optimizer has
-    those that were there, and would train nothing that the module has. One that is tied to another of `top` now stays
-    so, and one that was made of other tensors, as by quantizing it, stays what it is."""
+    those that were there, and would train nothing that the module has. One that is tied to another of those `there` now
+    stays so, and one that was made of other tensors, as by quantizing it, stays what it is."""
     before = dict(module.named_parameters(remove_duplicate=False))
-    known = {*map(id, before.values()), *map(id, () if top is None else top.parameters())}
+    known, others = {*map(id, before.values())}, there()
     holders: dict[int, nn.Module] = {}
     yield
     for name, new in [*module.named_parameters(remove_duplicate=False)]:
         old = before.get(name)
         if id(new) in known or old is None or old.is_meta or (old.shape, old.dtype) != (new.shape, new.dtype):
+            continue
+        if (other := others.get(id(new))) is not None and other() is new:
             continue
         if is_subclass(new) and type(new) is not type(old):
             continue
@@ -176,9 +183,9 @@ def _above(names: Iterable[str]) -> set[str]:
     return found
 
 
-def _load_again(module: nn.Module, is_outermost: bool, top: nn.Module) -> None:
+def _load_again(module: nn.Module, is_outermost: bool, there: There) -> None:
     """Gives it what it has. To copy a tensor onto itself changes nothing."""
-    with _mode_of(module), torch.no_grad(), keeping_parameters(module, top):
+    with _mode_of(module), torch.no_grad(), keeping_parameters(module, there):
         state = module.state_dict(keep_vars=True)
         if is_outermost:
             give(module, state, is_outermost)
@@ -186,8 +193,8 @@ def _load_again(module: nn.Module, is_outermost: bool, top: nn.Module) -> None:
             nn.Module.load_state_dict(module, state, strict=False)
 
 
-def _run_post_hooks(module: nn.Module, top: nn.Module) -> None:
-    with _mode_of(module), torch.no_grad(), keeping_parameters(module, top):
+def _run_post_hooks(module: nn.Module, there: There) -> None:
+    with _mode_of(module), torch.no_grad(), keeping_parameters(module, there):
         _run_hooks(module, _post_hooks(module))
 
 

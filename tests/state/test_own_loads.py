@@ -16,8 +16,10 @@ from test_made_tensors import WRAPPINGS
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from ckptlib import StateMismatch, UnsupportedState
+from ckptlib.state.own_loads import own_loads
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -480,6 +482,24 @@ def test_a_parameter_that_is_tied_to_one_of_another_module_stays_so(root: Root, 
     root.move({"m": make(3.0)}, {"m": target})
     assert target[0].weight is weight
     assert target[1][0].weight is weight
+
+
+def test_all_parameters_are_asked_for_once_for_all_hooks() -> None:
+    """A thousand modules with hooks and ten thousand parameters took seconds."""
+    asked: list[None] = []
+
+    class Asked(nn.ModuleList):
+        @override
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            asked.append(None)
+            return super().parameters(recurse)
+
+    top, run = Asked(nn.Linear(1, 1) for _ in range(3)), list[nn.Module]()
+    for layer in top:
+        layer.register_load_state_dict_post_hook(lambda module, keys: run.append(module))
+    for call in own_loads(top, [name for name, _ in top.named_parameters()], []):
+        call()
+    assert (len(run), len(asked)) == (3, 1)
 
 
 def test_a_parameter_that_a_hook_quantizes_stays_quantized(root: Root) -> None:
