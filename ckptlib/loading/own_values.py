@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ckptlib.errors import CkptError
 from ckptlib.format.layout import OwnPerRank
@@ -18,8 +18,12 @@ from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.reading.source import StepSource
 from ckptlib.state.optimizers import is_group_path
+from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
+
+MOST = 8
+"""Names in a warning."""
 
 
 def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded: Targets, generators: str) -> None:
@@ -37,14 +41,14 @@ def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded:
         log.warning(
             "step %d was saved by %d ranks, each of which had its own in %s. Here are %d: each has what the one of its "
             "number had, and %s",
-            *(source.save.step, saved, _brief(names), now, over),
+            *(source.save.step, saved, listed(sorted(names), MOST), now, over),
         )
     if loaded.alone:
         log.warning(
             "step %d was saved by %d ranks, and %s tells how many batches a single one of them had had. Here are %d: "
             "unless as many as before divide the data, items of this epoch are left out or come twice. "
             "ckptlib.data.resumable counts the items of all ranks",
-            *(source.save.step, saved, _brief(loaded.alone), now),
+            *(source.save.step, saved, listed(sorted(loaded.alone), MOST), now),
         )
 
 
@@ -82,9 +86,3 @@ def _last_values(source: StepSource, reader: Reader) -> Mapping[str, Json]:
 
 def _unlike(values: Mapping[str, Json], others: Mapping[str, Json]) -> set[str]:
     return {name for name, value in values.items() if name in others and others[name] != value}
-
-
-def _brief(names: Sequence[str] | set[str]) -> str:
-    shown = sorted(names)
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    return ", ".join(shown[:8]) + more
