@@ -20,7 +20,8 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
-from ckptlib.adapters.trainer_run import UNUSABLE, TrainerRun, checkpoints_in, state_of
+from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import by_rank_0
 from ckptlib.saving.registry import registry
@@ -69,7 +70,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         for path, older in pairwise(tried):
             try:
                 return self._train(path, *args, **kwargs)
-            except UNUSABLE as error:
+            except UNREADABLE as error:
                 if not self._resuming:
                     raise
                 log.error("%s cannot be resumed from and is skipped, %s is tried: %s", path, older, error)

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 
 from ckptlib.adapters.step_folders import ROOT, step_of
-from ckptlib.adapters.trainer_run import PREFIX, UNUSABLE, TrainerRun, checkpoints_in
+from ckptlib.adapters.trainer_run import PREFIX, TrainerRun, checkpoints_in
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import CkptError
 from ckptlib.exporting.export import HF, export
 from ckptlib.policy.when import When
@@ -69,7 +70,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
                 if save is not None and not any((folder / name).exists() for name in WEIGHTS):
                     root, options = self._root or folder.parent / ROOT, self._options.get("storage_options")
                     export(*(root, folder, str(save)), format=HF, only="model", strip="model/", storage_options=options)
-            except UNUSABLE as error:
+            except UNREADABLE as error:
                 log.error("%s cannot be resumed from and is skipped: %s", folder, error)
                 failed = failed or error
             else:

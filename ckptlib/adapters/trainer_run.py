@@ -18,10 +18,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpointer import Checkpointer
 from ckptlib.errors import (
     CheckpointNotFound,
-    CorruptData,
     FormatError,
-    ObjectNotFound,
-    ObjectUnreadable,
     Preempted,
     ReplicasDiffer,
     SaveFailed,
@@ -40,9 +37,6 @@ log = logging.getLogger(__name__)
 STATE = "trainer_state.json"
 PREFIX = "checkpoint-"
 NUMBERED = re.compile(rf"{PREFIX}([0-9]+)")
-
-UNUSABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""The errors of a checkpoint that make it sensible to try the one before."""
 
 SAME_TIME_S = 1.0
 """Directories whose times differ by less say nothing of their ages."""
