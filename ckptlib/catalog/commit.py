@@ -15,13 +15,12 @@ from functools import lru_cache
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
 from ckptlib.catalog.elapsed import Elapsed
-from ckptlib.catalog.late_commit import stay_or_take_back
+from ckptlib.catalog.late_commit import check_found, check_packs, stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.catalog.step_objects import check_there
 from ckptlib.catalog.uses import check_kept, times_of
 from ckptlib.errors import (
     CorruptData,
@@ -73,9 +72,14 @@ class _Put:
     orphaned: bool
     seconds: float | None = None
     """From the begin of the proof to the answer; None: that has not come."""
+    is_found: bool = False
+    """Whether another committer has put it."""
 
     def look(self, catalog: Catalog, is_own: bool) -> None:
         """Raises as `stay_or_take_back` does."""
+        if self.is_found:
+            check_found(catalog, self.manifest)
+            return
         seconds = self.elapsed.at_most() if self.seconds is None else self.seconds
         stay_or_take_back(catalog, self.manifest, seconds, self.live, self.orphaned, is_own)
 
@@ -87,7 +91,8 @@ class Committer:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
         self._put: _Put | None = None
-        """The last one, where the store failed as it was put, or behind that."""
+        """The last one, where the store failed as it was put, or behind that; or the step has lost something, and
+        stays."""
 
     def commit(
         self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None, left: bool = False
@@ -108,8 +113,8 @@ class Committer:
         elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
-        if left:
-            _check_packs(catalog, save, names)
+        if left or (self._put is not None and self._put.manifest.save != save):
+            check_packs(catalog, save, names)  # that step would keep what this one uses, were it not gone
         catalog.shared.check_there()
         orphaned = check_may_commit(catalog, save)
         if orphaned:
@@ -118,10 +123,19 @@ class Committer:
         put = self._put = _Put(manifest, elapsed, live, orphaned)
         is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
         put.seconds = elapsed.at_most()
-        put.look(catalog, is_own)
-        catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
+        return self._look(put, is_own)
+
+    def _look(self, put: _Put, is_own: bool) -> Manifest:
+        """Behind the manifest, which is there. Raises SaveFailed as `late_commit` does."""
+        try:
+            put.look(self.catalog, is_own)
+        except SaveFailed:
+            if is_own:  # it is taken back
+                self._put = None
+            raise
+        self.catalog.shared.put_again(put.manifest.layouts)  # retention may have deleted one that no step named before
         self._put = None
-        return manifest
+        return put.manifest
 
     def manifest_of(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
         """What `commit` puts. Nothing is put yet; raises as above."""
@@ -184,11 +198,10 @@ class Committer:
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
         if self.catalog.is_committed(save):  # by one that died before it could say so, or before an outage
-            manifest = self.catalog.manifest(save)
-            if self._put is not None and self._put.manifest.save == save:
-                self._put.look(self.catalog, is_own=False)
-                self.catalog.shared.put_again(manifest.layouts)
-            return manifest
+            if self._put is None or self._put.manifest.save != save:
+                manifest = self.catalog.manifest(save)
+                self._put = _Put(manifest, Elapsed(), live=not left, orphaned=False, seconds=0.0, is_found=True)
+            return self._look(self._put, is_own=False)
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
@@ -210,7 +223,7 @@ class Committer:
     def may_have_put(self, save: SaveId, error: BaseException) -> bool:
         """Whether its manifest may be there, though committing it has failed with this error."""
         put = self._put
-        if put is None or put.manifest.save != save or not isinstance(error, StoreError):
+        if put is None or put.manifest.save != save or not isinstance(error, (StoreError, SaveFailed)):
             return False
         return put.seconds is not None or not isinstance(error, (StoreDenied, StoreFull))
 
@@ -252,15 +265,6 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
         raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
     _settle(catalog, save, names, doubts)
     return _Proved(ranks_by_layout(found), nbytes, nbytes_state), doubts, first
-
-
-def _check_packs(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:
-    """Raises SaveFailed where one that these parts name is not as they say."""
-    packs = {pack.key: pack.nbytes for part in each(catalog.part, names) for pack in part.packs}
-    try:
-        check_there(catalog, packs)
-    except (CorruptData, ObjectNotFound) as error:
-        raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
 
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:

@@ -36,10 +36,10 @@ def lacking(
 
     def is_whole(save: SaveId, stand: Stand) -> bool:
         own = objects.get(save, ())
-        num_parts = sum(entry.key.startswith(keys.PARTS) for entry in own)
+        parts = {rank for entry in own if (rank := keys.part_rank(entry.key)) is not None}
         nbytes = sum(entry.nbytes for entry in own if entry.key.startswith(keys.PACKS))
         return (
-            num_parts >= stand.world_size
+            len(parts) >= stand.world_size
             and nbytes >= stand.nbytes
             and all(ranks(of) >= stand.users[of] if of in stand.users else is_there(of) for of in stand.uses)
             and all(keys.layout_key(digest) in layouts for digest in stand.layouts)

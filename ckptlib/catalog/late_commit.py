@@ -10,16 +10,24 @@ where something is gone, or may be.
     a sweep sees a trash record, then lists the steps, then deletes: parts, packs, the record last
     a committer puts the manifest, then looks for a trash record, then for a part
 
-So one of the two sees the other, whatever the clocks say. No torch.
+So one of the two sees the other, whatever the clocks say.
+
+A committer may end between the two. Nobody knows then how late its manifest came, and it is not taken back: somebody
+may have come to rely on it. Whoever finds it looks for all that it names, and says that the save failed where some of
+that is gone. No torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.shared_documents import put_new
+from ckptlib.catalog.step_objects import check_there
 from ckptlib.catalog.uses import TAKEN_BACK, check_kept
-from ckptlib.errors import SaveFailed
-from ckptlib.format.keys import SaveId
+from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, SaveFailed
+from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
 from ckptlib.policy.keep import EARLY_S
 
@@ -44,7 +52,7 @@ def stay_or_take_back(
             _check_all(catalog, manifest, orphaned)
     except SaveFailed as error:
         if not is_own:
-            raise SaveFailed(f"{error}. Its manifest was put by another one, or some time ago, and stays") from error
+            raise _stays(error) from error
         take_back(catalog, save)
         why = (
             "Its manifest came so long after its parts were proved: was the machine suspended, or the store out of "
@@ -54,6 +62,32 @@ def stay_or_take_back(
             "store, and of the machines that put files there, which differ by more than the grace period."
         )
         raise SaveFailed(f"{error}. {why} The step is taken back") from error
+
+
+def check_found(catalog: Catalog, manifest: Manifest) -> None:
+    """Of a step whose manifest another one has put, who may have ended before it looked. Raises SaveFailed."""
+    try:
+        _check_not_condemned(catalog, manifest)
+        _check_parts(catalog, manifest)
+        check_packs(catalog, manifest.save, manifest.parts)
+    except SaveFailed as error:
+        raise _stays(error) from error
+
+
+def _stays(error: SaveFailed) -> SaveFailed:
+    return SaveFailed(
+        f"{error}. It is listed and may not load: its manifest was put by another one, or some time ago, and stays. "
+        "`ckptlib verify` tells what is gone"
+    )
+
+
+def check_packs(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:
+    """Raises SaveFailed where a pack that these parts name is not as they say, or one of them cannot be read any
+    more."""
+    try:
+        check_there(catalog, {pack.key: pack.nbytes for part in each(catalog.part, names) for pack in part.packs})
+    except (CorruptData, FormatError, ObjectNotFound) as error:
+        raise SaveFailed(f"step {save.step}: {error}") from error
 
 
 def take_back(catalog: Catalog, save: SaveId) -> None:
@@ -78,8 +112,12 @@ def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
 
 def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
     """All of its parts, and what it uses of other saves."""
+    _check_parts(catalog, manifest)
+    check_kept(catalog, manifest, orphaned)
+
+
+def _check_parts(catalog: Catalog, manifest: Manifest) -> None:
     save = manifest.save
     there = {name for names in catalog.parts(save).values() for name in names}
     if not there.issuperset(manifest.parts):
         raise SaveFailed(f"step {save.step}: a sweep has deleted parts of it")
-    check_kept(catalog, manifest, orphaned)

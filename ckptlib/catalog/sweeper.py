@@ -59,6 +59,10 @@ class Sweeper:
             return
         self._look(committed, now)
 
+    def doubt(self) -> None:
+        """A step of this job may be listed that lacks objects: all is listed before the next steps are dropped."""
+        self._look_at = 0.0
+
     def make_room(self, decided: SaveId, in_flight_s: float) -> None:
         """The store is full, or nearly, when this job has committed this one, or has given it up. Raises as `sweep`.
 

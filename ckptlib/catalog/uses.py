@@ -126,7 +126,7 @@ def times_of(
     if left:
         raise SaveFailed(
             f"step {save.step}: needs packs of {min(left)}, which no committed step uses any more, so they may be "
-            "deleted at any time; the step is not committed"
+            "deleted at any time"
         )
     return found
 

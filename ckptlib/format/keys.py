@@ -264,6 +264,12 @@ def parse_part_key(key: str) -> PartName | None:
     return PartName(_save_id(step, number, nonce), int(rank), attempt, table, digest, check, uses, size)
 
 
+def part_rank(key: str) -> int | None:
+    """The rank whose share the part of this key tells; None of a failed one, and when it is not the key of a part."""
+    match = _PART_KEY.fullmatch(key)
+    return None if match is None or match[6] is None else int(match[4])
+
+
 def pack_set(key: str) -> PackSet | None:
     """The set to which the pack of this key belongs, or None when it is not the key of a pack."""
     match = _PACK_KEY.fullmatch(key)

@@ -88,6 +88,8 @@ class Commits:
             in_doubt = self.committer.may_have_put(save, error)
             self._failures.give_up(save, error, in_doubt)  # its own part is there, but the others wait for the step
             self._undecided.pop(save, None)
+            if in_doubt and self._sweeper is not None:
+                self._sweeps.put(self._sweeper.doubt)
             self._make_room(save, isinstance(error, StoreFull))
             return
         finally:

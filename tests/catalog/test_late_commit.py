@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
-from helpers.actors import ActorStore, no_chance
+from helpers.actors import ActorStore, Crash, no_chance
 from helpers.overwriting import OverwritingStore
+from helpers.plain_reader import body_of
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
 
 from ckptlib.catalog.catalog import Catalog
@@ -114,7 +115,7 @@ def test_a_step_that_another_one_has_committed_is_not_taken_back(
         job.sweep(keep)
         job.advance(2 * DEADLINE_S)
 
-    with pytest.raises(SaveFailed, match=r"needs packs of .* Its manifest was put by another one, .* and stays"):
+    with pytest.raises(SaveFailed, match=r"needs packs of .* It is listed .* put by another one, .* and stays"):
         commit_asleep(job, save, monkeypatch, happens)
     assert save.id in job.found_listed()
     job.check()
@@ -145,12 +146,50 @@ def test_a_step_behind_which_the_store_was_away_is_looked_at_by_the_next_try(
     writer.store.before = before
     with pytest.raises(StoreError, match="away"):
         writer.committer.commit_when_whole(save.id, save.world_size, left)
-    with pytest.raises(SaveFailed, match=r"and stays") if sleeps else nullcontext():
+    with pytest.raises(SaveFailed, match=r"and stays") if sleeps else nullcontext() as refused:
         writer.committer.commit_when_whole(save.id, save.world_size, left)
+    assert refused is None or writer.committer.may_have_put(save.id, refused.value), "told as one that never was"
     assert save.id in job.found_listed()
     if not sleeps:
         job._committed(save.id)
         job.check()
+
+
+@pytest.mark.parametrize("lost", ["nothing", "a pack", "a part", "all"])
+def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_next(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Which cannot know how late it was. Where a step keeps what is gone, no other one is committed that uses it."""
+    save = job.save()
+    pack, part = job.keys("packs/")[0], job.keys(f"parts/{save.id}/")[-1]  # of step 1; of rank 1
+
+    def before(op: str, key: str) -> None:
+        if op == "put" and key == save.id.manifest_key and lost == "all":
+            another_commits(job)
+            sweep_after_grace(job, 2)
+        if op == "get" and key == save.id.trash_key:
+            raise Crash("killed")
+
+    job.writers[0].store.before = before
+    committer = Committer(job.catalog())
+    with pytest.raises(Crash):
+        job.writers[0].committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    after = job.save() if lost == "a pack" else None
+    job.store.delete(*{"a pack": [pack], "a part": [part]}.get(lost, []))
+    with pytest.raises(SaveFailed, match=r"step 2: .* and stays") if lost != "nothing" else nullcontext() as refused:
+        committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert save.id in job.found_listed()
+    if refused is None:
+        job._committed(save.id)
+        job.check()
+        return
+    assert committer.may_have_put(save.id, refused.value)
+    if after is not None:
+        parts = [body_of(job.store.get(key), key) for key in job.keys(f"parts/{after.id}/")]
+        assert pack in {key for part in parts for key, *_ in part["packs"]}
+        with pytest.raises(SaveFailed, match=f"step 3: .*{pack}: no such object"):
+            committer.commit_when_whole(after.id, after.world_size, lambda: 0.0)
+        assert after.id not in job.found_listed()
 
 
 def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,7 +393,7 @@ def test_a_commit_is_refused_when_nothing_keeps_what_it_uses(job: SmallJob) -> N
     job.save_and_commit()
     job.sweep(KEEP)
     job.advance(GRACE_S / 2)
-    with pytest.raises(SaveFailed, match=f"step 3: needs packs of {first}, .* the step is not committed"):
+    with pytest.raises(SaveFailed, match=f"step 3: needs packs of {first}, .* may be deleted at any time"):
         Committer(catalog_of(job)).commit_when_whole(third.id, 2, lambda: 0.0)
     assert finish_saves(catalog_of(job), GenerationId(99, "0" * 8)) == []
     assert third.id not in job.found_listed()

@@ -216,6 +216,20 @@ def test_a_store_that_fails_behind_the_manifest_is_asked_once_more(outage: Outag
     assert outage.listed() == [1, 2]
 
 
+def test_a_step_that_may_be_there_and_lacks_objects_is_none_of_those_that_are_kept(outage: Outage) -> None:
+    """Nobody has looked behind its manifest."""
+    with outage.checkpointer(every=10**6, save_deadline=PATIENCE, keep=ckptlib.Keep(last=2)) as ckpt:
+        ckpt.save(1).wait_committed(WAIT_S)
+        outage.plan({"op": "get", "key": "^trash/", "action": "error"})
+        with pytest.raises(SaveFailed, match="failed as it was committed"):
+            ckpt.save(2).wait_committed(WAIT_S)
+        for part in outage.job.root.glob("parts/0*2-*/*-ok-*"):
+            part.unlink()
+        outage.plan()
+        ckpt.save(3).wait_committed(WAIT_S)
+    assert outage.listed() == [1, 2, 3]
+
+
 def test_the_record_is_put_before_anything_is_committed(outage: Outage) -> None:
     """Also where its first put was never answered."""
     outage.plan(stall("put", "^generations/"))
