@@ -92,12 +92,17 @@ def _settle(
     deadline, chosen = time.monotonic() + SHARES_TIMEOUT_S, save
     while True:
         own = _shares(slots, chosen).get(own_rank)
-        if own is not None and _is_missing(catalog, chosen, own_rank, own):
+        if own is not None and _is_missing(catalog, chosen, own_rank, own) and not _is_decided(catalog, chosen):
             _persist(own, chosen, persister, put_until, slots)
         if time.monotonic() > deadline:
             return chosen
         time.sleep(POLL_S)
         chosen = max((other for other in newer if _is_begun(catalog, other)), default=save)
+
+
+def _is_decided(catalog: Catalog, save: SaveId) -> bool:
+    """Whether nothing is to be put of it: a snapshot of this step is committed, or was dropped."""
+    return catalog.is_committed(save) or catalog.is_there(save.trash_key)
 
 
 def _is_begun(catalog: Catalog, save: SaveId) -> bool:
@@ -120,13 +125,18 @@ def _complete(
     catalog, shares = committer.catalog, _shares(slots, save)
     if not shares or catalog.is_committed(save):
         return
+    if catalog.is_there(save.trash_key):
+        raise SaveFailed(
+            f"step {save.step}: has a trash record, {save.trash_key}: retention has dropped the step, or a sweep took "
+            "what was there of it for the remains of a crash. It is not put again"
+        )
     for rank in sorted(shares.keys() - {own_rank}):
         is_missing = _is_missing(catalog, save, rank, shares[rank])
         if is_missing and not _persist(shares[rank], save, persister, put_until, slots):
             del shares[rank]
+    deadline = min(time.monotonic() + COMMIT_TIMEOUT_S, put_until)  # nobody puts anything later
     if 0 in shares:  # of several who commit the first one counts
         world_size = shares[0].read_header().world_size
-        deadline = time.monotonic() + COMMIT_TIMEOUT_S
 
         def seconds_left() -> float:
             if in_doubt:
@@ -144,19 +154,18 @@ def _complete(
             raise StoreTimeout(str(error)) from error  # the store may be out of reach of the host that has them
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
     elif in_doubt:
-        _await_commit(catalog, save)
+        _await_commit(catalog, save, min(deadline + SHARES_TIMEOUT_S, put_until))
 
 
-def _await_commit(catalog: Catalog, save: SaveId) -> None:
+def _await_commit(catalog: Catalog, save: SaveId, deadline: float) -> None:
     """Raises SaveFailed where the writer that commits gives up, or is gone; Superseded where a job has begun that does
     not go on from it."""
-    deadline = time.monotonic() + COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S
-    next_check = time.monotonic()
+    next_check = began = time.monotonic()
     while not catalog.is_committed(save):
         raise_if_failed(catalog, save)
         now = time.monotonic()
         if now > deadline:
-            raise SaveFailed(f"step {save.step} was not committed within {COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S:.0f} s")
+            raise SaveFailed(f"step {save.step} was not committed within {now - began:.0f} s")
         if now >= next_check:
             catalog.check_goes_on(save)
             next_check = now + (0.0 if catalog.store.is_local else HEAD_EVERY_S)

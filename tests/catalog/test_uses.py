@@ -23,7 +23,7 @@ from ckptlib.errors import CorruptData, FormatError, SaveFailed
 from ckptlib.format import keys, manifest
 from ckptlib.format.keys import GenerationId, PackSet, SaveId
 from ckptlib.format.manifest import TrashRecord
-from ckptlib.policy.keep import Keep
+from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.base import Entry
 from ckptlib.verify.root import verify_save
 
@@ -155,9 +155,20 @@ def test_a_known_manifest_of_a_step_that_is_gone_answers_for_nothing(job: SmallJ
         times_of(catalog, NEW, by_all([PackSet(first)]))
 
 
-@pytest.mark.parametrize(("age_s", "kept"), [(0.9 * DEADLINE_S, True), (1.1 * DEADLINE_S, False)])
-def test_a_trash_record_keeps_packs_for_as_long_as_a_save_may_take(job: SmallJob, age_s: float, kept: bool) -> None:
-    """And no longer: the time till the grace period is over is the committer's, from its look to its manifest."""
+@pytest.mark.parametrize(
+    ("age_s", "orphaned", "kept"),
+    [
+        (0.9 * DEADLINE_S, False, True),
+        (1.1 * DEADLINE_S, False, False),
+        (0.45 * EARLY_S, True, True),
+        (0.55 * EARLY_S, True, False),
+    ],
+)
+def test_a_trash_record_keeps_packs_for_as_long_as_a_save_may_take(
+    job: SmallJob, age_s: float, orphaned: bool, kept: bool
+) -> None:
+    """And no longer: the time till the grace period is over is the committer's, from its look to its manifest. Of an
+    orphaned save that time ends EARLY_S after the drop, and half of it is the committer's."""
     first, second = saves(job)
     job.change(range(16))
     job.change_small()
@@ -167,13 +178,13 @@ def test_a_trash_record_keeps_packs_for_as_long_as_a_save_may_take(job: SmallJob
     assert job.found_listed() == {third}
     wanted = [PackSet(first), PackSet(second), PackSet(second, carried=True)]
     if kept:
-        assert times_of(catalog_of(job), NEW, by_all(wanted)) == dict(
+        assert times_of(catalog_of(job), NEW, by_all(wanted), orphaned) == dict(
             zip(wanted, [1e9, 1e9 + HOUR_S, 1e9 + HOUR_S], strict=True)
         )
         return
     for needed in wanted:
         with pytest.raises(SaveFailed, match=f"packs of {needed}, which no committed step uses any more"):
-            times_of(catalog_of(job), NEW, by_all([needed]))
+            times_of(catalog_of(job), NEW, by_all([needed]), orphaned)
 
 
 def test_a_damaged_trash_record_keeps_nothing(job: SmallJob) -> None:

@@ -18,6 +18,7 @@ from support import ROOT_ID, layout_of, make_generation, make_root, make_save, r
 from ckptlib.catalog import commit as commit_module
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.retention import drop
 from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreError, StoreFull, StoreTimeout, Superseded
 from ckptlib.format import body_layout
 from ckptlib.format.check import Check, check_of, compared
@@ -117,6 +118,7 @@ class Job:
         self.hosts = {rank: list[Slot]() for rank in range(RANKS)}
         self.stores: dict[int, Store] = {}
         """Where it is not the root's."""
+        self.deadline = time.monotonic() + DEADLINE_S
         self.ended = 0.0
         """When the writer that was the last one was done."""
 
@@ -145,8 +147,7 @@ class Job:
             try:
                 with ThreadPoolExecutor(1) as executor:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
-                    committer, deadline = Committer(Catalog(store)), time.monotonic() + DEADLINE_S
-                    rescue(self.hosts[rank], known[rank], rank, persister, committer, deadline)
+                    rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)), self.deadline)
             except Exception as error:
                 return error
             finally:
@@ -349,6 +350,27 @@ def test_what_is_committed_is_not_put_again(job: Job) -> None:
     before = sorted(entry.key for entry in job.catalog.store.scan(""))
     assert job.rescue({0: save, 1: save}) == [None, None]
     assert sorted(entry.key for entry in job.catalog.store.scan("")) == before
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_nothing_is_put_of_a_step_of_which_another_snapshot_is_committed_or_was_dropped(
+    job: Job, dropped: bool
+) -> None:
+    save = job.snapshot(15)
+    job.rescue({0: save, 1: save})
+    if dropped:
+        drop(job.catalog, save)
+    before = sorted(entry.key for entry in job.catalog.store.scan(""))
+    job.hosts = {rank: [slot_of(job.directory, save, rank, 99, tensors(99), compared(99))] for rank in range(RANKS)}
+    errors = job.rescue({0: save, 1: save})
+    assert sorted(entry.key for entry in job.catalog.store.scan("")) == before
+    if not dropped:
+        assert errors == [None, None]
+        job.check(save)
+    else:
+        assert all(isinstance(error, SaveFailed) for error in errors)
+        assert "step 15: has a trash record, " in str(errors[0])
+        assert "retention has dropped" in str(errors[0])
 
 
 def test_a_slot_that_is_being_overwritten_is_not_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,3 +584,50 @@ def test_who_waits_for_the_commit_of_another_writer_sees_that_a_job_has_begun(
     assert [type(error) for error in job.rescue({1: save})] == [type(None) if goes_on else Superseded]
     assert job.catalog.saves() == ([save] if goes_on else [])
     assert job.ended - began[0] < (2 * module.SHARES_TIMEOUT_S if goes_on else 1), "it holds the memory meanwhile"
+
+
+@pytest.mark.parametrize("rank", range(RANKS), ids=["who commits", "who waits for that"])
+def test_a_newer_save_that_is_given_up_is_waited_for_no_longer(
+    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The word of that comes while this writer waits, and the step that all ranks held is committed at once."""
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
+    save = job.snapshot(15)
+    newer = job.begun(16, 0)
+    if rank:
+        job.hosts[1].append(slot_of(job.directory / "host1", newer, 1, 16, tensors(16)))
+    told: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if not told and clock.monotonic() > module.SHARES_TIMEOUT_S + 10:
+            told.append(clock.monotonic())
+            put_failure(job.catalog.store, newer, 1 - rank, "it is given up")
+
+    faked = SimpleNamespace(monotonic=clock.monotonic, sleep=sleep)
+    monkeypatch.setattr(module, "time", faked)
+    monkeypatch.setattr(commit_module, "time", faked)
+    assert job.rescue({rank: save}) == [None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
+    assert job.ended - told[0] < 2 * module.SHARES_TIMEOUT_S
+
+
+@pytest.mark.parametrize("rank", range(RANKS), ids=["who commits", "who waits for that"])
+def test_nobody_waits_when_nothing_may_be_put_any_more(
+    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Else a writer whose saves may take less than that were ended by its watchdog, and would not try again."""
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
+    save, began, left_s = job.snapshot(15), time.monotonic(), 120.0
+    if rank:
+        newer = job.begun(16, 0)
+        job.hosts[1].append(slot_of(job.directory / "host1", newer, 1, 16, tensors(16)))
+    else:
+        del job.hosts[0][1]
+    faked = SimpleNamespace(monotonic=lambda: began + clock.monotonic(), sleep=clock.sleep)
+    monkeypatch.setattr(module, "time", faked)
+    monkeypatch.setattr(commit_module, "time", faked)
+    job.deadline = began + left_s
+    assert [type(error) for error in job.rescue({rank: save})] == [type(None) if rank else StoreTimeout]
+    assert job.ended < left_s + 2 * module.SHARES_TIMEOUT_S
