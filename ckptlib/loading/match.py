@@ -31,7 +31,7 @@ from ckptlib.state.leaf import PerRank, Sharded, home_of, is_lazy, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import attributes_of, state_to_fill
 from ckptlib.state.nests import is_all_plain
-from ckptlib.state.own_loads import innermost, own_loads, resizes
+from ckptlib.state.own_loads import innermost, own_loads, parameters_there, resizes
 from ckptlib.state.rng import LoadedRng
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
@@ -172,10 +172,11 @@ class _Walk(Visitor[Setter]):
             elif self._plan.wanted(full):
                 self._materialise(value, full, owners.get(id(value), []), made)
         self._add_extra_states(module, path)  # first: what the module does of its own may need them
+        there = parameters_there(module)
         for loader, entries in back.values():
-            self._plan.then(partial(put_back, loader, entries, loader is innermost(module)))
+            self._plan.then(partial(put_back, loader, entries, loader is innermost(module), there))
         filled = (n for n, t in state if isinstance(t, torch.Tensor) and self._plan.fills(made.get(id(t), t)))
-        for call in own_loads(module, filled, [loader for loader, _ in back.values()]):
+        for call in own_loads(module, filled, [loader for loader, _ in back.values()], there):
             self._plan.then(call)
 
     def _resized(

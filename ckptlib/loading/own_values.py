@@ -35,20 +35,21 @@ def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded:
     if group.rank != 0:
         return
     names = _own_tensors(reader, loaded, generators) | differing
+    by = f"{saved} ranks" if saved > 1 else "one rank, or imported"  # what another library saved tells no number
     if names:
         new = f"ranks {saved} and up have rank 0's"
         over = f"what ranks {now} and up had is loaded nowhere" if saved > now else new
         log.warning(
-            "step %d was saved by %d ranks, each of which had its own in %s. Here are %d: each has what the one of its "
+            "step %d was saved by %s, and each rank had its own in %s. Here are %d: each has what the one of its "
             "number had, and %s",
-            *(source.save.step, saved, listed(sorted(names), MOST), now, over),
+            *(source.save.step, by, listed(sorted(names), MOST), now, over),
         )
     if loaded.alone:
         log.warning(
-            "step %d was saved by %d ranks, and %s tells how many batches a single one of them had had. Here are %d: "
-            "unless as many as before divide the data, items of this epoch are left out or come twice. "
-            "ckptlib.data.resumable counts the items of all ranks",
-            *(source.save.step, saved, listed(sorted(loaded.alone), MOST), now),
+            "step %d was saved by %s, and %s tells how many batches a single rank had had. Here are %d: unless as many "
+            "as before divide the data, items of this epoch are left out or come twice. ckptlib.data.resumable counts "
+            "the items of all ranks",
+            *(source.save.step, by, listed(sorted(loaded.alone), MOST), now),
         )
 
 

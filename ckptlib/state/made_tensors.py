@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.state.leaf import PLAIN
-from ckptlib.state.own_loads import give, is_of_torch, keeping_parameters
+from ckptlib.state.own_loads import There, give, is_of_torch, keeping_parameters
 from ckptlib.state.places import own_part
 from ckptlib.state.raw_bytes import bytes_of, dense
 from ckptlib.state.structure import is_of_fsdp
@@ -84,8 +84,9 @@ def lost(value: object, name: str) -> UnsupportedState:
     )
 
 
-def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool) -> None:
-    """`filled`: by name within the module, what its `state_dict()` made, and a load filled or made anew.
+def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool, there: There) -> None:
+    """`filled`: by name within the module, what its `state_dict()` made, and a load filled or made anew. `there`: see
+    `keeping_parameters`.
 
     Collective where the hooks are. Raises StateMismatch where `state_dict()` gives other tensors then.
     """
@@ -93,7 +94,7 @@ def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool
         state = copy.copy(module.state_dict(keep_vars=True))  # with the versions that torch puts beside it
         names = {key: canonical(module, key) for key in state}
         state.update({key: filled[name] for key, name in names.items() if name in filled})
-        with keeping_parameters(module):
+        with keeping_parameters(module, there):
             told = give(module, state, is_outermost)
         for key in getattr(told, "unexpected_keys", ()):
             if key in names and names[key] in filled and not isinstance(state[key], torch.Tensor):

@@ -27,7 +27,14 @@ There: TypeAlias = Callable[[], Mapping[int, "weakref.ref[nn.Parameter]"]]
 """By id: the parameters of the outermost module before the first call."""
 
 
-def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) -> list[Callable[[], None]]:
+def parameters_there(top: nn.Module) -> There:
+    """Of this module; asked for once for all calls."""
+    return cache(lambda: {id(param): weakref.ref(param) for param in top.parameters()})
+
+
+def own_loads(
+    top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module], there: There
+) -> list[Callable[[], None]]:
     """The calls to be made, in this order, when everything is filled. Collective where the hooks and methods are.
 
     `filled`: canonical names; modules in which nothing is filled are left alone. `done`: modules that are loaded
@@ -38,7 +45,6 @@ def own_loads(top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module]) 
     above = _above(filled) if own else set()
     covered = {id(inner) for module in done for inner in module.modules()}
     calls: list[Callable[[], None]] = []
-    there = cache(lambda: {id(param): weakref.ref(param) for param in top.parameters()})  # once for all of the calls
     for name, module in own:
         if id(module) in covered or _path(top, name) not in above:
             continue
@@ -64,7 +70,7 @@ def give(module: nn.Module, state: dict[str, Any], is_outermost: bool) -> object
 
 
 @contextmanager
-def keeping_parameters(module: nn.Module, there: There = dict) -> Iterator[None]:
+def keeping_parameters(module: nn.Module, there: There) -> Iterator[None]:
     """Puts back parameters for which the body puts new ones in their place, with the values of these: an optimizer has
     those that were there, and would train nothing that the module has. One that is tied to another of those `there` now
     stays so, and one that was made of other tensors, as by quantizing it, stays what it is."""

@@ -155,6 +155,22 @@ def test_nobody_keeps_them(tmp_path: Path) -> None:
             assert not [ref for ref in made if ref() is not None]
 
 
+def test_a_tie_to_a_parameter_of_another_module_stays(tmp_path: Path) -> None:
+    def make(value: float) -> nn.Sequential:
+        made = nn.Sequential(nn.Linear(3, 12, bias=False), Fused(value))
+        made[0].weight.data.copy_(made[1].qkv)
+        made[1].register_load_state_dict_post_hook(lambda module, keys: setattr(module, "qkv", made[0].weight))
+        return made
+
+    source, target = make(3.0), make(0.0)
+    weight = target[0].weight
+    ckptlib.save(tmp_path, {"m": source}, 1)
+    ckptlib.load(tmp_path, {"m": target})
+    assert target[0].weight is weight
+    assert target[1].qkv is weight
+    assert whole(target) == whole(source)[:1]
+
+
 class Wrong(Fused):
     """Takes q for k."""
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ckptlib import StateMismatch, UnsupportedState
-from ckptlib.state.own_loads import own_loads
+from ckptlib.state.own_loads import own_loads, parameters_there
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -497,7 +497,7 @@ def test_all_parameters_are_asked_for_once_for_all_hooks() -> None:
     top, run = Asked(nn.Linear(1, 1) for _ in range(3)), list[nn.Module]()
     for layer in top:
         layer.register_load_state_dict_post_hook(lambda module, keys: run.append(module))
-    for call in own_loads(top, [name for name, _ in top.named_parameters()], []):
+    for call in own_loads(top, [name for name, _ in top.named_parameters()], [], parameters_there(top)):
         call()
     assert (len(run), len(asked)) == (3, 1)
 

@@ -53,7 +53,7 @@ def of_rank(number: int) -> dict[str, Any]:
     }
 
 
-FIRST = "step 1 was saved by 2 ranks, each of which had its own in own, place, rank. Here are"
+FIRST = "step 1 was saved by 2 ranks, and each rank had its own in own, place, rank. Here are"
 
 
 def test_more_ranks(directory: Path) -> None:
@@ -102,6 +102,16 @@ def loader(world_size: int) -> Any:
     return StatefulDataLoader(range(12), 2, sampler=sampler)  # type: ignore[arg-type, call-arg]
 
 
+def test_one_rank_may_stand_for_an_import(directory: Path) -> None:
+    alone = group_of(0)
+    if rank() == 0:
+        ckptlib.save(directory, {"own": ckptlib.PerRank(torch.zeros(2))}, 1, process_group=alone)
+    dist.barrier()
+    told = told_by_load(directory, {"own": ckptlib.PerRank(torch.ones(2))}, None)
+    one = "step 1 was saved by one rank, or imported, and each rank had its own in own. Here are 3: "
+    assert rank() or (len(told) == 1 and told[0].startswith(one)), told
+
+
 def test_a_loader_that_counts_for_each_rank(directory: Path) -> None:
     """Its state is alike on all ranks, and means another item with another number of them."""
     source = loader(2)
@@ -113,8 +123,8 @@ def test_a_loader_that_counts_for_each_rank(directory: Path) -> None:
 
 
 COUNTED = (
-    "step 1 was saved by 2 ranks, and data tells how many batches a single one of them had had. Here are %d: unless as "
-    "many as before divide the data, items of this epoch are left out or come twice. ckptlib.data.resumable counts the "
+    "step 1 was saved by 2 ranks, and data tells how many batches a single rank had had. Here are %d: unless as many "
+    "as before divide the data, items of this epoch are left out or come twice. ckptlib.data.resumable counts the "
     "items of all ranks"
 )
 
@@ -126,6 +136,7 @@ if __name__ == "__main__":
             test_fewer_ranks,
             test_what_is_alike_is_not_told,
             test_options_of_a_stage_go_with_its_parameters,
+            test_one_rank_may_stand_for_an_import,
             test_a_loader_that_counts_for_each_rank,
         ]
     )
