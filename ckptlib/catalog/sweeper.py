@@ -20,6 +20,7 @@ from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop_unkept, sweep
 from ckptlib.errors import StoreFull
+from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.policy.keep import EARLY_S, Keep
 
@@ -85,12 +86,13 @@ class Sweeper:
     def _is_young(self, generation: GenerationId, now: float) -> bool:
         """Whether the job's record may have been put within EARLY_S. A store that takes nothing more has a clock that
         stands still, so what has passed here counts as well."""
-        record = self._catalog.store.entry(generation.key)
+        store = self._catalog.store
+        record = store.entry(generation.key) or store.entry(keys.copy_key(generation.key))  # each may be lost
         if record is None:
             return True
         if self._recorded[0] != record.modified:
             self._recorded = record.modified, now
-        age = clock.now(self._catalog.store) - record.modified
+        age = clock.now(store) - record.modified
         return max(age, now - self._recorded[1]) < EARLY_S
 
     def _look(self, decided: SaveId, now: float, early_s: float = math.inf) -> int:

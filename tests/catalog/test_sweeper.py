@@ -223,13 +223,17 @@ def test_a_full_store_gets_room_when_a_step_was_dropped_long_enough_ago(
     assert "nearly full: what was dropped goes after 300 s instead of 1:00:00" in caplog.text
 
 
-def test_no_room_is_made_where_a_job_of_before_may_be_about_to_commit(clock: SimpleNamespace) -> None:
-    """It may be for as long after the record of this one, however long this one has run by then."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_no_room_is_made_where_a_job_of_before_may_be_about_to_commit(clock: SimpleNamespace, lost: bool) -> None:
+    """It may be for as long after the record of this one, however long this one has run by then. `lost`: of that record
+    the copy alone is there."""
     store, _, dropped, before = dropped_after(clock, 2 * EARLY_S)
     later = Sweeper(Catalog(store), Keep(1, grace=GRACE))
     clock.now += 10 * EARLY_S
     catalog = Catalog(store)
     kept = make_save(catalog, make_generation(catalog, 2, resumed_from=before), 3, state(3))
+    if lost:
+        store.delete(kept.generation.key)
     later.make_room(kept, 0.0)
     assert keys_of(store, dropped)
     clock.now += EARLY_S
