@@ -85,7 +85,8 @@ class Coverage:
     step: int | None
     """The newest snapshot that every rank holds, with all its replicas; None: there is none yet."""
     lag: int
-    """Steps from it to the one that the training is at: what would be lost with as many domains."""
+    """Steps from it, or where there is none from the one that the training began at, to the one that the training is
+    at: what would be lost with as many domains."""
     num_losses: int
     """As many failure domains may be lost, whichever they are, and `step` still comes back from memory."""
     linked: bool

@@ -83,8 +83,10 @@ class Snapshots:
         self.own = HeldSteps()
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
-        self.trained = 0
+        self._trained = 0
         """The step that the training is at."""
+        self._untrained: int | None = None
+        """The step that it began at; None: it has not."""
         self._settled_by_all = NONE
         self._voided: set[int] = set()
         """Steps whose snapshots all ranks hold, and found to differ."""
@@ -220,6 +222,11 @@ class Snapshots:
 
     # What all ranks hold
 
+    def note_trained(self, step: int) -> None:
+        """The training has done this step."""
+        self._trained = step
+        self._untrained = step - 1 if self._untrained is None else self._untrained
+
     def void(self, step: int) -> None:
         """The snapshot of `step` is worth nothing, though all ranks hold it; on all of them at the same time."""
         self._voided = {other for other in self._voided if other > self.held_by_all} | {step}
@@ -277,7 +284,8 @@ class Snapshots:
         held = None if self.held_by_all == NONE else self.held_by_all
         newest = max((begun.step for begun in self._unsettled), default=self.own.settled)
         losses = 0 if held is None else self.placement.num_losses_survived
-        lag, linked, sent = max(newest, self.trained) - (held or 0), self.replicator.linked, self._sent
+        since = held if held is not None else self._untrained or 0
+        lag, linked, sent = max(newest, self._trained) - since, self.replicator.linked, self._sent
         if sent is None:
             return Coverage(held, lag, losses, linked, 0)
         return Coverage(held, lag, losses, linked, sent.sent, sent.coded, dict(sent.uncoded))

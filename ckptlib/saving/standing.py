@@ -42,7 +42,7 @@ def _newest_held(session: Session) -> int:
 
 def follow(session: Session, word: Word) -> None:
     """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
-    session.snapshots.trained = word.step
+    session.snapshots.note_trained(word.step)
     session.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
     session.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled, bool(word.unrecorded))
     session.link.mend(bool(word.link_failed), bool(word.calm))
