@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
-from ckptlib.format.layout import Placed, TensorEntry
+from ckptlib.format.layout import OwnPerRank, Placed, TensorEntry
 from ckptlib.format.paths import join, key_of
 from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
@@ -97,10 +97,12 @@ class OptimizerTargets:
                     continue
                 taken.add(saved_name)
                 self._plan.use(f"{saved_path}/{saved_name}")
-                keys = entries.get(saved_name, {})
-                is_fresh = is_alike and not optimizer.state.get(param)
-                if keys and is_fresh and self._is_stepped_elsewhere(param, keys.values()):
-                    continue
+                keys: Mapping[str, str] = entries.get(saved_name, {})
+                if keys and is_alike:
+                    keys = self._but_stepped_elsewhere(param, keys, optimizer.state.get(param, {}))
+                    if not keys:
+                        continue
+                keys = {**keys, **self._values_elsewhere(saved_path, saved_name, keys)}
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
                 full = f"{path}/{name}"
@@ -117,20 +119,40 @@ class OptimizerTargets:
             full = f"{saved_path}/{name}"
             self._plan.leave(full, UNTRAINED.format(full=full, path=path) if name in untrained else None)
 
-    def _is_stepped_elsewhere(self, param: torch.Tensor, names: Collection[str]) -> bool:
-        """Whether the optimizer divides its parameters between the ranks, as Muon may, and another one steps this one.
+    def _but_stepped_elsewhere(
+        self, param: torch.Tensor, keys: Mapping[str, str], now: Collection[str]
+    ) -> Mapping[str, str]:
+        """Of a parameter's saved state what this rank gets, where the optimizer divides its parameters between the
+        ranks, as Muon may, and another one steps this one.
 
-        Then the saved rank had the parameter, and no state of it. If this one had some, it would take memory, and would
-        no longer be that of the rank that goes on with it: the next save would find ranks that differ. What is cut is
-        stepped by all that have a piece, and a rank whose piece was empty had no state.
+        Then the saved rank had the parameter, and no state of it, or a count of steps alone. If this one had what only
+        others had, it would take memory, and would no longer be that of the rank that goes on with it: the next save
+        would find ranks that differ. What is cut is stepped by all that have a piece, and a rank whose piece was empty
+        had no state. What the optimizer has already, `now`, is filled.
 
         Asked where the optimizer is of the saved class and has the parameters that the saved rank had: where replicas
-        become stages of a pipeline, nobody would have what this one leaves alone. `names`: of the saved state, in full.
+        become stages of a pipeline, nobody would have what this one leaves alone. `keys`: each with its full name.
         """
         if isinstance(param, DTensor) or id(param) in self._params.by_hand:
-            return False
-        was_whole = all(_is_whole(self._saved.tensors[name]) for name in names if name in self._saved.tensors)
-        return was_whole and self._saved.others_alone(names)
+            return keys
+        if not all(_is_whole(self._saved.tensors[name]) for name in keys.values() if name in self._saved.tensors):
+            return keys
+        had = {key: name for key, name in keys.items() if not self._saved.others_alone(name)}
+        return had if (keys.keys() - had).isdisjoint(now) else keys
+
+    def _values_elsewhere(self, path: str, saved_name: str, keys: Mapping[str, str]) -> dict[str, str]:
+        """Plain values of a parameter's state, such as a count of steps, that only other ranks have saved: layouts tell
+        of tensors and objects alone. By key, each with its full name. `keys`: the other ones, likewise."""
+        above = f"{path}/{saved_name}" if path else saved_name
+        tensors = (self._saved.tensors.get(name) for name in (saved_name, *keys.values()))
+        is_own = any(entry is not None and isinstance(entry.holding, OwnPerRank) for entry in tensors)
+        if not keys or is_own or self._saved.has_own(above):
+            return {}
+        names = {key: join(above, key) for key in self._saved.further_keys(path, keys)}
+        found = {key: name for key, name in names.items() if name in self._saved.values_at(name)}
+        for name in found.values():
+            self._plan.use(name)
+        return found
 
     def _saved_name(self, name: str) -> str:
         """The name under which the checkpoint keeps a parameter's state."""
@@ -155,9 +177,11 @@ class OptimizerTargets:
         for name in (*self._saved.tensors, *plain, *self._saved.objects):
             if name == path or not name.startswith(prefix) or name.startswith(nested):
                 continue
+            self._plan.use(name)
+            if self._saved.is_of_others(name):
+                continue
             param, _, key = name[len(prefix) :].rpartition("/")
             found.setdefault(param, {})[key_of(key)] = name
-            self._plan.use(name)
         return found
 
     def _shape_of(self, param: torch.Tensor) -> tuple[int, ...]:

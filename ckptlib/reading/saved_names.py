@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -110,9 +110,26 @@ class SavedNames:
             return sorted(keys, key=lambda key: (positions.get(key, len(positions)), key))
         return found
 
-    def others_alone(self, names: Iterable[str]) -> bool:
-        """Whether the rank whose place this one takes has saved nothing under any of these names."""
-        return self._as_many and not any(name in self.values or at_or_below(self._names(0), name) for name in names)
+    def further_keys(self, path: str, keys: Collection[str]) -> list[str]:
+        """Those that parameters of an optimizer had beside these keys, as far as the checkpoint tells."""
+        known, orders = {*keys}, self._orders.get(path, {})
+        beside = set[str]().union(*(order for order in orders if known < order))
+        return [key for key in self._positions.get(path, {}) if key in beside - known]
+
+    def has_own(self, name: str) -> bool:
+        """Whether the rank whose place this one takes has saved anything at or below this name."""
+        return self._as_many and (self._rank_values(0).reach(name) or at_or_below(self._names(0), name))
+
+    def others_alone(self, name: str) -> bool:
+        """Whether the rank whose place this one takes has saved nothing under this name."""
+        return self._as_many and name not in self.values and not at_or_below(self._names(0), name)
+
+    def is_of_others(self, name: str) -> bool:
+        """Whether it is an object with tensors of which each rank had its own, and this one has none."""
+        if name not in self.objects or at_or_below(self._names(0), name):
+            return False
+        layout = self._first_layouts[name]
+        return any(below not in self._first_layouts for below in names_below(self._names(layout), name))
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
         """Whether two saved tensors, by any of their names, are one, or are equal; at least in these boxes, if any are

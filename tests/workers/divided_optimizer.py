@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
-from workers.rank_cases import committed, content, equal, rank, run_cases
+from workers.rank_cases import committed, content, equal, everywhere, rank, run_cases
 
 import ckptlib
 from ckptlib.errors import ReplicasDiffer
@@ -41,10 +41,25 @@ class Whole(Divided):
     """Each rank steps all of its parameters."""
 
 
-def make(seed: int) -> tuple[nn.Module, Divided]:
+class Counted(Divided):
+    """Each rank counts the steps of all parameters, in two ways; and whoever steps one, its own of it."""
+
+    @override
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for i, param in enumerate(self.param_groups[0]["params"]):
+            state = self.state[param]
+            state["steps"] = state.get("steps", 0) + 1
+            state.setdefault("seen", torch.zeros(())).add_(1)
+            if i % self.size == rank():
+                state["own"] = state.get("own", 10 * i) + 1
+                state.setdefault("nested", [torch.zeros(2), i])[0].add_(i)
+
+
+def make(seed: int, cls: type[Divided] = Divided) -> tuple[nn.Module, Divided]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
-    return model, Divided(model.parameters())
+    return model, cls(model.parameters())
 
 
 def train(model: nn.Module, optim: Divided, steps: range) -> None:
@@ -55,8 +70,8 @@ def train(model: nn.Module, optim: Divided, steps: range) -> None:
         optim.zero_grad()
 
 
-def saved(directory: Path) -> tuple[nn.Module, Divided]:
-    model, optim = make(1)
+def saved(directory: Path, cls: type[Divided] = Divided) -> tuple[nn.Module, Divided]:
+    model, optim = make(1, cls)
     train(model, optim, range(3))
     ckptlib.save(directory, {"m": model, "o": optim}, 1)
     return model, optim
@@ -74,6 +89,47 @@ def test_goes_on_as_if_it_had_never_stopped(directory: Path) -> None:
         ckptlib.save(directory, {"m": resumed, "o": resumed_optim}, number)
     assert equal(content(resumed, resumed_optim), content(model, optim))
     assert committed(directory) == [1, 2, 3]
+
+
+def written(optim: Divided) -> list[str]:
+    """The state of each parameter on this rank, in order."""
+    return [repr(optim.state.get(param, {})) for param in optim.param_groups[0]["params"]]
+
+
+def test_a_rank_that_counts_for_all_has_no_more_than_it_had(directory: Path) -> None:
+    """It had something of each parameter, and not what is kept by the one that steps it."""
+    _, optim = saved(directory, Counted)
+    resumed, resumed_optim = make(2, Counted)
+    ckptlib.load(directory, {"m": resumed, "o": resumed_optim})
+    assert written(resumed_optim) == written(optim)
+    train(resumed, resumed_optim, range(3, 6))
+    ckptlib.save(directory, {"m": resumed, "o": resumed_optim}, 2)
+    assert committed(directory) == [1, 2]
+
+
+def test_another_number_of_ranks_gets_the_counts_of_all_of_them(directory: Path) -> None:
+    """Plain values, too, that one rank alone had, beside the momenta that came from it."""
+    _, optim = saved(directory, Counted)
+    alone = [dist.new_group([number]) for number in range(2)][rank()]
+    resumed, resumed_optim = make(2, Counted)
+    ckptlib.load(directory, {"m": resumed, "o": resumed_optim}, process_group=alone)
+    by_rank = everywhere(written(optim))
+    assert written(resumed_optim) == [by_rank[i % 2][i] for i in range(4)]
+
+
+def test_a_parameter_of_its_own_that_a_rank_never_stepped(directory: Path) -> None:
+    """As of an expert that got no token: another rank's nested state of the name is not this one's."""
+    param = nn.Parameter(torch.full((3,), float(rank())))
+    optim = Divided([param])
+    if rank():
+        optim.state[param] = {"momentum": torch.ones(3), "steps": 1, "nested": [torch.ones(2), 2]}
+    ckptlib.save(directory, {"m": {"w": ckptlib.PerRank(param)}, "o": optim}, 1)
+    alone = [dist.new_group([number]) for number in range(2)][rank()]
+    other = nn.Parameter(torch.ones(3))
+    resumed = Divided([other])
+    ckptlib.load(directory, {"m": {"w": ckptlib.PerRank(other)}, "o": resumed}, process_group=alone)
+    assert torch.equal(other, torch.zeros(3))
+    assert written(resumed) == ["{}"]
 
 
 def test_what_is_sharded_is_stepped_by_all(directory: Path) -> None:
@@ -171,6 +227,9 @@ if __name__ == "__main__":
     run_cases(
         [
             test_goes_on_as_if_it_had_never_stopped,
+            test_a_rank_that_counts_for_all_has_no_more_than_it_had,
+            test_another_number_of_ranks_gets_the_counts_of_all_of_them,
+            test_a_parameter_of_its_own_that_a_rank_never_stepped,
             test_what_is_sharded_is_stepped_by_all,
             test_what_is_cut_by_hand_is_stepped_by_all,
             test_a_rank_whose_piece_was_empty_has_state_of_what_it_has_now,
