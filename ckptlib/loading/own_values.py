@@ -61,25 +61,32 @@ def _own_tensors(reader: Reader, loaded: Targets, generators: str) -> set[str]:
 
 def _differing(group: Group, source: StepSource, reader: Reader, loaded: Targets) -> set[str]:
     """The names of plain values that were loaded and that not all of the ranks had alike: those whose values are here,
-    or, where only rank 0's are, the last one. Collective."""
+    and where ranks became fewer the last one, since hosts and stages divide them into blocks. Collective."""
     mine = {
         name: value
         for name, value in reader.part(reader.own_rank).values.items()
         if name in loaded.taken and not is_group_path(name)  # options go with parameters, not with ranks
     }
+    first: dict[str, Json] = mine
+    if group.size > 1:
+        first = json.loads(group.broadcast(json.dumps(mine).encode() if group.rank == 0 else None))
+    found = _unlike(mine, first)
+    if first and source.world_size > group.size:
+        found |= _unlike(first, _last_values(group, source, reader))
     if group.size == 1:
-        return _unlike(mine, _last_values(source, reader)) if mine else set()
-    first: dict[str, Json] = json.loads(group.broadcast(json.dumps(mine).encode() if group.rank == 0 else None))
-    told = group.gather(json.dumps(sorted(_unlike(mine, first))).encode())
-    return set[str]().union(*map(json.loads, told))
+        return found
+    return set[str]().union(*map(json.loads, group.gather(json.dumps(sorted(found)).encode())))
 
 
-def _last_values(source: StepSource, reader: Reader) -> Mapping[str, Json]:
-    """Of the last of the saved ranks; none where they cannot be had, since nothing else may depend on that."""
-    last = source.world_size - 1
+def _last_values(group: Group, source: StepSource, reader: Reader) -> Mapping[str, Json]:
+    """Of the last of the saved ranks, on rank 0; none where they cannot be had, since nothing else may depend on that,
+    or would be sent between hosts. Collective."""
+    last, is_asked = source.world_size - 1, group.rank == 0
+    if source.in_memory and group.size > 1:
+        return {}
     try:
-        source.bring({last})
-        return reader.part(last).values
+        source.bring({last} if is_asked else ())
+        return reader.part(last).values if is_asked else {}
     except CkptError as error:
         log.debug("step %d: the values of rank %d cannot be compared: %s", source.save.step, last, error)
         return {}

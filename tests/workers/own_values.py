@@ -73,6 +73,19 @@ def test_fewer_ranks(directory: Path) -> None:
     assert told_by_load(directory, {"w": torch.ones(3), "lr": 0.2}, alone, only=["w", "lr"]) == [], "it is not loaded"
 
 
+def test_fewer_ranks_that_are_alike(directory: Path) -> None:
+    """Two of three, which were on one host: what the third had is loaded nowhere."""
+    pair = group_of(0, 1)
+    ckptlib.save(directory, {"w": torch.ones(3), "host": rank() // 2, "lr": 0.1}, 1)
+    told: list[str] = []
+    if rank() < 2:
+        with warnings_of_ckptlib() as told:
+            ckptlib.load(directory, {"w": torch.ones(3), "host": 9, "lr": 0.2}, process_group=pair)
+    dist.barrier()
+    fewer = "step 1 was saved by 3 ranks, each of which had its own in host. Here are 2: each has what the one of its "
+    assert told == ([] if rank() else [f"{fewer}number had, and what ranks 2 and up had is loaded nowhere"])
+
+
 def test_what_is_alike_is_not_told(directory: Path) -> None:
     alone = saved_by_two(directory, {"w": torch.ones(3), "place": Holder({"seed": 7}), "lr": 0.1})
     for group in (None, alone):
@@ -134,6 +147,7 @@ if __name__ == "__main__":
         [
             test_more_ranks,
             test_fewer_ranks,
+            test_fewer_ranks_that_are_alike,
             test_what_is_alike_is_not_told,
             test_options_of_a_stage_go_with_its_parameters,
             test_one_rank_may_stand_for_an_import,
