@@ -135,10 +135,11 @@ class OptimizerTargets:
         """
         if isinstance(param, DTensor) or id(param) in self._params.by_hand:
             return keys
-        if not all(_is_whole(self._saved.tensors[name]) for name in keys.values() if name in self._saved.tensors):
-            return keys
         had = {key: name for key, name in keys.items() if not self._saved.others_alone(name)}
-        return had if (keys.keys() - had).isdisjoint(now) else keys
+        if len(had) == len(keys) or not (keys.keys() - had).isdisjoint(now):
+            return keys
+        was_whole = all(_is_whole(self._saved.tensors[name]) for name in keys.values() if name in self._saved.tensors)
+        return had if was_whole else keys
 
     def _values_elsewhere(self, path: str, saved_name: str, keys: Mapping[str, str]) -> dict[str, str]:
         """Plain values of a parameter's state, such as a count of steps, that only other ranks have saved: layouts tell

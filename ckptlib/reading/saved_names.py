@@ -122,7 +122,9 @@ class SavedNames:
 
     def others_alone(self, name: str) -> bool:
         """Whether the rank whose place this one takes has saved nothing under this name."""
-        return self._as_many and name not in self.values and not at_or_below(self._names(0), name)
+        if not self._as_many or len(self._digests) == 1:
+            return False
+        return name not in self.values and not at_or_below(self._names(0), name)
 
     def is_of_others(self, name: str) -> bool:
         """Whether it is an object with tensors of which each rank had its own, and this one has none."""
