@@ -84,6 +84,8 @@ class SaveOrder:
     """Whether memory of the device may be taken, which is not before the training has shown its peak."""
     created: float | None = None
     """When the state was saved first, in seconds since the epoch; None: now."""
+    generators: LoadedRng | None = None
+    """What is saved of the random generators, where they were put back just now; None: as they are."""
 
 
 def save_step(session: Session, order: SaveOrder) -> Pending:
@@ -163,12 +165,12 @@ def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dic
     group, planner = session.group, session.planner
     if not compare:
         session.lineage.begin(session.writer, order.step)
-        flat, metrics = session.look(order.state, order.metrics, order.owners)
+        flat, metrics = session.look(order.state, order.metrics, order.owners, order.generators)
         plan = planner.plan(flat)
         return flat, metrics, plan, session.snapshots.take_slot(plan.body_nbytes)
 
     def look() -> tuple[Flat, dict[str, values.Json], dict[str, Row]]:
-        flat, metrics = session.look(order.state, order.metrics, order.owners)
+        flat, metrics = session.look(order.state, order.metrics, order.owners, order.generators)
         return flat, metrics, planner.rows(flat)
 
     flat, metrics, rows = together(group, f"saving step {order.step}", look)

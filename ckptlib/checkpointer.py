@@ -277,7 +277,8 @@ class Checkpointer:
                 only,
             )
         if only is None:  # on all ranks
-            self._attempts.last = keep_restored(self._session, self._state, report, marks, self._attempts)
+            generators = self._generators
+            self._attempts.last = keep_restored(self._session, self._state, report, marks, generators, self._attempts)
         self._exports.note_restored(report.save, report.committed, self._attempts.last)
         self._session.listener.deliver()
         return report

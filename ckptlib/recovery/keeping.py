@@ -13,6 +13,7 @@ from ckptlib.recovery.restore import Marks
 from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
+from ckptlib.state.rng import LoadedRng
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +23,14 @@ def keep_restored(
     state: Mapping[str, object],
     report: LoadReport,
     marks: Marks,
+    generators: LoadedRng | None,
     attempts: Attempts,
 ) -> Pending | None:
     """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
 
     Only for a state that was restored whole: else a part of the step would stand for all of it. `marks`: of the step.
-    Retention keeps it as if it had not been saved again.
+    Retention keeps it as if it had not been saved again. `generators`: those of the step; an object's `state_dict()`
+    may draw from the process's own, as that of a data loader does which begins to iterate in it.
 
     Returns the save, if there is one. Where the ranks have no room for it, the job goes on without; where the store
     lacks it, too, `attempts` are told of the step, and why.
@@ -45,6 +48,7 @@ def keep_restored(
             spare=False,
             exempt=marks.exempt,
             created=marks.created,
+            generators=generators,
         )
         pending = save_step(session, order)
         pending.staging.go()

@@ -50,7 +50,7 @@ from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import NO_OWNERS, flatten
 from ckptlib.state.leaf import Leaf, PerRank
 from ckptlib.state.memo import Memo
-from ckptlib.state.rng import RngState
+from ckptlib.state.rng import LoadedRng, RngState
 from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe
 
@@ -196,9 +196,11 @@ class Session:
         state: object,
         metrics: Mapping[str, object] | None,
         owners: Mapping[int, torch.optim.Optimizer] = NO_OWNERS,
+        generators: LoadedRng | None = None,
     ) -> tuple[Flat, dict[str, values.Json]]:
         """The state, flattened, with the random generators; and the metrics.
 
+        `generators`: what was put back, which is saved instead of what a `state_dict()` has drawn since.
         A flat state is saved as it is: an importer made it, and the generators of this process have no part in it.
         """
         if self.outcomes.superseded is not None:
@@ -206,6 +208,7 @@ class Session:
         encoded = encode_metrics(metrics or {})
         if isinstance(state, Flat):
             return state, encoded
+        self._rng.restored = generators
         return flatten(whole_state(state, PerRank(self._rng)), self.memo, owners), encoded
 
     def is_exempt(self, step: int) -> bool:

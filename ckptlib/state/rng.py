@@ -42,10 +42,14 @@ class RngState:
 
     def __init__(self) -> None:
         self._given: dict[str, torch.Tensor] = {}
+        self.restored: LoadedRng | None = None
+        """What the generators were put back to, which counts whatever was drawn since; None: as they are."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors are the same at every call, and show the newest state, so a plan stays valid."""
         state = capture()
+        if self.restored is not None:
+            state |= {name: kept for name, kept in self.restored.loaded().items() if name in state}
         for name, new in state.items():
             given = self._given.get(name)
             if given is None or given.shape != new.shape:
@@ -82,6 +86,10 @@ class LoadedRng:
             )
             state = derive(state, self._rank)
         self._state = state
+
+    def loaded(self) -> Mapping[str, torch.Tensor]:
+        """What `restore` puts back; empty where the step has none."""
+        return self._state or {}
 
     def restore(self) -> None:
         """Puts the generators back; each time to the same state.
