@@ -117,7 +117,7 @@ class _Walk(Visitor[Setter]):
     @override
     def add_stateful(self, node: Any, path: str, given: Setter) -> None:
         device = torch.device("cpu") if isinstance(node, LoadedRng) else None
-        if add_object(self._plan, path, node.state_dict, loader_of(node), device) and counts_alone(node):
+        if add_object(self._plan, path, node.state_dict, loader_of(node, path), device) and counts_alone(node):
             self._plan.alone.append(path)
 
     @override

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ckptlib.errors import UnsupportedState
+
+log = logging.getLogger(__name__)
 
 _WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
 """By class: the attribute that holds the optimizer it wraps. Such a wrapper never runs `Optimizer.__init__`."""
@@ -16,7 +21,8 @@ _WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
 _LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 """The base of DataLoaderShard and DataLoaderDispatcher."""
 
-_COUNT_ALONE = {*_LOADERS, ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
+_STATEFUL_LOADERS = {("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
+_COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS
 
 
 def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, str] | None:
@@ -64,18 +70,55 @@ def refuse_loader(node: object, path: str) -> None:
         )
 
 
-def loader_of(node: Any) -> Callable[[Any], object]:
+def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     """What gives an object its state back.
+
+    A StatefulDataLoader gives its place to its next iterator. One that the program has already goes on from its own,
+    and `state_dict()` tells the loaded place from then on: that is said.
 
     A data loader of accelerate tells the state of its last batch, also when it was given another one since: what is
     saved between a load and the first batch, as by `Checkpointer.restore` with peers, would begin the epoch anew.
     """
 
     def load(state: object) -> None:
+        if _is_being_read(node) and not (dist.is_initialized() and dist.get_rank()):
+            log.warning(
+                "%s: an iterator over this StatefulDataLoader was made before its place was loaded, and is still held. "
+                "It goes on from where it was, and each save from here on would tell the loaded place. Take the "
+                "batches from a new one: iter(loader) behind restore",
+                path,
+            )
+        node.load_state_dict(state)
+
+    def load_adapter(state: object) -> None:
         node.load_state_dict(state)
         node.dl_state_dict = copy.deepcopy(state)
 
-    return load if known_class(node, _LOADERS) else node.load_state_dict
+    if known_class(node, _LOADERS):
+        return load_adapter
+    return load if known_class(node, _STATEFUL_LOADERS) else node.load_state_dict
+
+
+def _is_being_read(loader: Any) -> bool:
+    """Whether somebody beside a StatefulDataLoader holds an iterator over it that has not come to its end.
+
+    What a loop that was left had is held by the loader alone, as is what `state_dict()` made.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is None or getattr(iterator, "_finished", False):
+        return False
+    return sys.getrefcount(iterator) > _REFERENCES
+
+
+def _references() -> int:
+    """As `sys.getrefcount` tells them of what one attribute, and a name here, refer to."""
+    holder = type("Holder", (), {})()
+    holder.attribute = object()
+    held = holder.attribute
+    return sys.getrefcount(held)
+
+
+_REFERENCES = _references()
 
 
 def counts_alone(node: object) -> bool:

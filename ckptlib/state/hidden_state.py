@@ -1,19 +1,28 @@
 """What an optimizer keeps that its `state` and `param_groups` do not show: nobody would save it.
 
-Wrappers such as Lookahead keep another optimizer, whose moments are its own. Others add to what `state_dict()` gives.
+Wrappers such as Lookahead keep another optimizer, whose moments are its own. Others add to what `state_dict()` gives,
+or give what they have times a scale that is kept elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from weakref import WeakSet
 
 import torch
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.state.frameworks import unwrapped
+from ckptlib.state.leaf import PLAIN
+from ckptlib.state.places import own_part
 
 _SHOWN = ("state", "param_groups")
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_SAMPLE = 1024
+"""Elements of each tensor that are compared."""
+
+_compared: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Those whose `state_dict()` gave what their state had, once it had some."""
 
 
 def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection[int]) -> None:
@@ -32,14 +41,26 @@ def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection
             )
     if _is_stock(optimizer):
         return
-    told: object = optimizer.state_dict()
-    more = _more(saved, told) if isinstance(told, Mapping) else [type(told).__name__]
+    given: object = optimizer.state_dict()
+    told: Mapping[str, object] = given if isinstance(given, Mapping) else {}
+    more = _more(saved, told) if told is given else [type(given).__name__]
     if more:
         raise UnsupportedState(
             f"{path}: state_dict() of this {type(optimizer).__name__} also gives {', '.join(map(repr, more[:3]))}"
             f"{', ...' if len(more) > 3 else ''}, which neither its state nor its param_groups have, and would not be "
             "saved; put in its place an object whose state_dict() and load_state_dict() call the optimizer's"
         )
+    if optimizer in _compared:
+        return
+    changed = _changed(saved, told)
+    if changed is not None:
+        raise UnsupportedState(
+            f"{path}: state_dict() of this {type(optimizer).__name__} gives other values of {changed!r} than its state "
+            "has, so what they are made with, such as a scale, would not be saved; put in its place an object whose "
+            "state_dict() and load_state_dict() call the optimizer's"
+        )
+    if any(one.state for one in saved):
+        _compared.add(optimizer)
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -78,3 +99,42 @@ def _keys(entries: Iterable[object]) -> set[str]:
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
             found |= _keys([value]) if isinstance(value, Mapping) else {str(key)}
     return found
+
+
+def _changed(saved: Sequence[torch.optim.Optimizer], told: Mapping[str, object]) -> str | None:
+    """A key of which `state_dict()` gives other values than the state has, but for their dtype; None if there is none.
+
+    TransformerEngine's FusedAdam has moments in fp16 whose scales it keeps beside its state. Only what has as many
+    tensors of the same shapes on both sides is compared: `state_dict()` may well gather what is divided.
+    """
+    entries = told.get("state")
+    gives = _tensors(entries.values()) if isinstance(entries, Mapping) else {}
+    for key, ours in _tensors(entry for one in saved for entry in one.state.values()).items():
+        theirs = gives.get(key, [])
+        if [x.shape for x in ours] == [x.shape for x in theirs] and not all(map(_are_alike, ours, theirs)):
+            return key
+    return None
+
+
+def _tensors(entries: Iterable[object]) -> dict[str, list[torch.Tensor]]:
+    """By innermost key, in order: this process's own part of each."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for entry in entries:
+        for key, value in entry.items() if isinstance(entry, Mapping) else ():
+            if isinstance(value, Mapping):
+                for below, tensors in _tensors([value]).items():
+                    found.setdefault(below, []).extend(tensors)
+            elif isinstance(value, torch.Tensor):
+                found.setdefault(str(key), []).append(own_part(value))
+    return found
+
+
+def _are_alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Of equal shapes. Of a subclass nothing is said: it has its scales in itself."""
+    if ours is theirs or not {type(ours), type(theirs)} <= set(PLAIN):
+        return True
+    if any(x.layout is not torch.strided or x.is_complex() for x in (ours, theirs)):
+        return True
+    mine, given = (x.detach().flatten()[:_SAMPLE].cpu() for x in (ours, theirs))
+    mine, given = mine.to(given.dtype).to(mine.dtype), given.to(mine.dtype)
+    return torch.equal(mine.double().nan_to_num(), given.double().nan_to_num())

@@ -50,7 +50,8 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Te
             )
         if id(key) not in known:
             raise UnsupportedState(
-                f"{path}: the optimizer keeps state under {str(key)[:40]!r}, which is not a parameter of its groups"
+                f"{path}: the optimizer keeps state under {str(key)[:40]!r}, which is not a parameter of its groups; "
+                "put in its place an object whose state_dict() and load_state_dict() call the optimizer's"
             )
 
 

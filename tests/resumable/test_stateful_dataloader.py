@@ -78,3 +78,21 @@ def test_the_order_of_zip(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_
                 pass
     said = "a batch was asked for before the first body of loop"
     assert caplog.text.count(said) == int(wrong), "on the fresh run: what a resumed one has asked for, it does not tell"
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "left"])
+def test_an_iterator_from_before_the_load_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, held: bool) -> None:
+    """torchdata gives the loaded place to the next iterator, and tells that place whatever the first one gives."""
+    loader = make(0)
+    batches = iter(loader)
+    next(batches), next(batches)
+    ckptlib.save(tmp_path, {"data": loader}, 2)
+    third = [int(item[0]) for item in next(batches)]
+    resumed = make(0)
+    batches = iter(resumed)
+    next(batches)
+    if not held:
+        del batches
+    ckptlib.load(tmp_path, {"data": resumed})
+    assert ("was made before its place was loaded" in caplog.text) == held
+    assert [int(item[0]) for item in next(iter(resumed))] == third

@@ -76,6 +76,53 @@ class Nested(optim.AdamW):
         return {**told, "state": {number: {"inside": entry} for number, entry in told["state"].items()}}
 
 
+class Scaled(optim.Optimizer):
+    """Moments in half precision, by a scale that it keeps beside its state; `state_dict()` gives them in full.
+
+    As TransformerEngine's FusedAdam.
+    """
+
+    def __init__(self, params: Any, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.dtype = dtype
+        self.scales: dict[Any, torch.Tensor] = {}
+
+    def moment(self, p: Any) -> torch.Tensor:
+        return self.state[p]["exp_avg"].float() * self.scales[p]
+
+    def keep(self, p: Any, moment: torch.Tensor) -> None:
+        self.scales[p] = moment.abs().max() / 60000 if self.dtype is torch.float16 else torch.tensor(1.0)
+        self.state[p]["exp_avg"] = (moment / self.scales[p]).to(self.dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.keep(p, p.grad if not self.state[p] else self.moment(p).lerp(p.grad, 0.1))
+            p.sub_(self.moment(p), alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        params = self.param_groups[0]["params"]
+        entries = {number: {"exp_avg": self.moment(p)} for number, p in enumerate(params) if p in self.state}
+        return {**super().state_dict(), "state": entries}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            self.keep(p, state_dict["state"][number]["exp_avg"])
+
+
+class Given:
+    """What the message says: an object that calls the optimizer's methods."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+
 def hooked(params: Any) -> optim.Optimizer:
     optimizer = optim.AdamW(params)
     optimizer.register_state_dict_post_hook(lambda _, told: {**told, "count": 3})
@@ -147,4 +194,44 @@ def test_what_gives_the_same_in_another_shape_is_saved(tmp_path: Path) -> None:
     ckptlib.load(tmp_path, {"m": other, "o": resumed}, 1)
     train(model, optimizer, 3, 5)
     train(other, resumed, 3, 5)
+    assert same([*other.parameters()], [*model.parameters()])
+
+
+def test_moments_whose_scales_are_kept_elsewhere_are_refused(tmp_path: Path) -> None:
+    model, optimizer = made(Scaled)
+    train(model, optimizer, 0, 3)
+    with pytest.raises(UnsupportedState, match=r"o: .* of this Scaled gives other values of 'exp_avg' than its state"):
+        ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
+    ckptlib.save(tmp_path, {"m": model, "o": Given(optimizer)}, 1)
+    other, resumed = made(Scaled, seed=1)
+    ckptlib.load(tmp_path, {"m": other, "o": Given(resumed)}, 1)
+    moments = zip(map(resumed.moment, resumed.state), map(optimizer.moment, optimizer.state), strict=True)
+    assert all(torch.allclose(*pair) for pair in moments)
+
+
+def test_moments_that_are_told_in_another_dtype_are_saved(tmp_path: Path) -> None:
+    model, optimizer = made(lambda p: Scaled(p, torch.bfloat16))
+    train(model, optimizer, 0, 3)
+    ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
+    other, resumed = made(lambda p: Scaled(p, torch.bfloat16), seed=1)
+    ckptlib.load(tmp_path, {"m": other, "o": resumed}, 1)
+    resumed.scales = dict.fromkeys(resumed.state, torch.tensor(1.0))
+    train(model, optimizer, 3, 5)
+    train(other, resumed, 3, 5)
+    assert same([*other.parameters()], [*model.parameters()])
+
+
+def test_state_that_is_of_no_parameter_is_refused_and_saved_by_an_object(tmp_path: Path) -> None:
+    """As MADGRAD has its count of steps."""
+    model, optimizer = made(lambda p: optim.SGD(p, lr=0.1, momentum=0.9))
+    train(model, optimizer, 0, 2)
+    optimizer.state["k"] = torch.tensor([2])
+    with pytest.raises(UnsupportedState, match=r"o: .*under 'k'.*put in its place an object whose state_dict"):
+        ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
+    ckptlib.save(tmp_path, {"m": model, "o": Given(optimizer)}, 1)
+    other, resumed = made(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), seed=1)
+    ckptlib.load(tmp_path, {"m": other, "o": Given(resumed)}, 1)
+    assert same(resumed.state["k"], torch.tensor([2]))
+    train(model, optimizer, 2, 4)
+    train(other, resumed, 2, 4)
     assert same([*other.parameters()], [*model.parameters()])
