@@ -75,8 +75,8 @@ class ObstoreStore(Store):
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, LATE_NBYTES
         self._listing = Listing(self._requests)
         self._deletes_many = self._requests.is_s3
-        self._creates = True
-        """Whether the server knows If-None-Match, for all that is known."""
+        self._creates: bool | None = None
+        """Whether the server knows If-None-Match; None until it has answered such a request."""
 
     @override
     def trust_address(self) -> None:
@@ -102,28 +102,39 @@ class ObstoreStore(Store):
         if body.nbytes > io_limits.PART_NBYTES:
             told = as_bytes(head).nbytes + pieces.nbytes if isinstance(pieces, Counted) else body.nbytes
             self._put_parts(key, path, body, create, deadline, _part_nbytes(told))
-        elif create and self._creates:
+        elif create and self._creates is not False:
             self._create(key, path, body, deadline)
         else:
             self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
 
-    async def _put_whole(self, path: str, body: Pieces, **mode: Any) -> None:
-        client = self._requests.quick if body.nbytes <= _SMALL_NBYTES else self._requests.uploads
+    async def _put_whole(self, path: str, body: Pieces, once: bool = False, **mode: Any) -> None:
+        is_small = body.nbytes <= _SMALL_NBYTES
+        client = self._requests.quick if is_small else self._requests.uploads
+        if once:
+            client = self._requests.once(is_small)
         await obstore.put_async(client, path, iter(body.views), use_multipart=False, **mode)
 
     def _create(self, key: str, path: str, body: Pieces, deadline: float | None) -> None:
-        """An answer may get lost; the request that is sent again then finds the object that it wanted to create."""
+        """An answer may get lost; the request that is sent again then finds the object that it wanted to create.
+
+        The client takes 501 for an outage, and sends again for RETRY_S. So the first one of all is sent once by itself.
+        """
         tries = 0
 
         async def create() -> None:
             nonlocal tries
-            tries += 1
-            try:
-                await self._put_whole(path, body, mode="create")
-            except BaseError as error:
-                if Failure.of(error).is_unknown:
-                    raise NoSuchRequest from None
-                raise
+            for once in [True, False] if self._creates is None else [False]:
+                tries += 1
+                try:
+                    await self._put_whole(path, body, once, mode="create")
+                except BaseError as error:
+                    if Failure.of(error).is_unknown:
+                        raise NoSuchRequest from None
+                    if once and not isinstance(error, AlreadyExistsError):
+                        continue
+                    raise
+                self._creates = True
+                return
 
         try:
             self._requests.run("put", key, create, deadline, body.nbytes)

@@ -38,6 +38,11 @@ _FOREIGN = re.compile(
 )
 """What the client, and `check_answer`, say of an answer by success that no store gives."""
 
+_OTHER_SUM = (
+    "the server does not know the checksum that this client sends: set AWS_CHECKSUM_ALGORITHM=sha256, which it may "
+    "know; or, to send none, give config_kwargs={'request_checksum_calculation': 'when_required'}"
+)
+
 _CREDENTIALS = {
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
     *("AuthenticationFailed", "NoAuthenticationInformation", "InvalidAuthenticationInfo"),
@@ -154,6 +159,11 @@ class Failure:
         return self.status == 501 and self.code == "NotImplemented"
 
     @property
+    def refuses_sum(self) -> bool:
+        """Whether the server does not know the checksum that a body carries."""
+        return self.is_unknown and "checksum" in self.sentence.lower()
+
+    @property
     def cannot_delete_many(self) -> bool:
         """Whether the server does not know the request for it."""
         return self.is_unknown or "DeleteObjects response" in self.sentence
@@ -208,6 +218,8 @@ class Failure:
             return StoreTimeout(f"{what}: no store answers like this ({cause}); is there a proxy in the way?")
         if self.was_damaged:
             return StoreError(f"{what}: what arrived was not what had been sent ({cause}); nothing was stored")
+        if self.refuses_sum:
+            return StoreError(f"{what}: {cause}; {_OTHER_SUM}")
         return StoreError(f"{what}: {cause}")
 
 

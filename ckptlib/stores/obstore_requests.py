@@ -38,12 +38,17 @@ class Requests:
         """A hasty one, until the server has answered."""
         self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
         self._open_uploads = partial(client.open, idle=False, retry_s=retry_s)
+        self._open_once = partial(client.open, retry_s=0.0)
         self.uploads = self._open_uploads(io_limits.PART_NBYTES)
         self.loop = ClientLoop("ckptlib-obstore")
 
     def uploads_of(self, part_nbytes: int) -> Any:
         """For parts of this size."""
         return self.uploads if part_nbytes <= io_limits.PART_NBYTES else self._open_uploads(part_nbytes)
+
+    def once(self, is_small: bool) -> Any:
+        """One that sends nothing again, for objects that are put by one request."""
+        return self._open_once(io_limits.RUN_BYTES if is_small else io_limits.PART_NBYTES, is_small)
 
     def below(self, key: str) -> str:
         """Where it is in the bucket."""

@@ -1,0 +1,103 @@
+"""What a server does not implement, and says so, as OpenStack Swift's S3 does: by 501, which is no outage."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from helpers.s3_bucket import PART_NBYTES, scale_limits
+
+from ckptlib.errors import StoreError
+from ckptlib.stores import Store, open_store
+
+SHORT_RETRY_S = 1.5
+"""For as long a client takes 501 for an outage."""
+
+
+class Swift(ThreadingHTTPServer):
+    """Takes puts that have none of the fields that it does not know."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.unknown = {"If-None-Match": "Conditional object PUTs are not supported."}
+        self.asked: list[set[str]] = []
+        """Of each put: the condition, where it has one."""
+        self.bodies: list[bytes] = []
+        """Of those that were taken."""
+        self.busy = 0
+        """How many puts are told to come again later."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Swift
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append({name.lower() for name in self.headers} & {"if-none-match"})
+        told = next((why for name, why in self.server.unknown.items() if name in self.headers), None)
+        if self.server.busy:
+            self.server.busy -= 1
+            self._answer(503, "SlowDown", "Please reduce your request rate.")
+        elif told is not None:
+            self._answer(501, "NotImplemented", told)
+        else:
+            self.server.bodies.append(body)
+            self._answer(200, "", "")
+
+    def _answer(self, status: int, code: str, told: str) -> None:
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{told}</Message></Error>" if code else ""
+        self.send_response(status)
+        self.send_header("ETag", '"opaque"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def swift() -> Iterator[Swift]:
+    with Swift() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def store(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    scale_limits(monkeypatch, idle_s=60.0, retry_s=SHORT_RETRY_S)
+    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{swift.server_port}"}
+    with open_store("s3://bucket/run", {**options, "client": "obstore"}) as store:
+        yield store
+
+
+@pytest.mark.parametrize("nbytes", [10, PART_NBYTES - 1])
+def test_a_create_that_is_not_known_is_asked_for_once(swift: Swift, store: Store, nbytes: int) -> None:
+    for body in (bytes(nbytes), b"another"):
+        store.put("a", body, create=True)
+    assert swift.asked == [{"if-none-match"}, set(), set()]
+    assert swift.bodies == [bytes(nbytes), b"another"]
+
+
+def test_a_create_that_is_known_is_asked_for_each_time(swift: Swift, store: Store) -> None:
+    swift.unknown, swift.busy = {}, 1
+    for body in (b"a", b"b"):
+        store.put("a", body, create=True)
+    assert swift.bodies == [b"a", b"b"]
+    assert swift.asked == 3 * [{"if-none-match"}]
+
+
+def test_a_checksum_that_is_not_known(swift: Swift, store: Store) -> None:
+    swift.unknown = {"x-amz-checksum-crc64nvme": "The x-amz-checksum-crc64nvme algorithm is not supported."}
+    told = r"crc64nvme algorithm is not supported.*set AWS_CHECKSUM_ALGORITHM=sha256.*'when_required'"
+    for call in (lambda: store.put("a", b"1"), lambda: store.put("a", b"1", create=True)):
+        with pytest.raises(StoreError, match=told):
+            call()
+    assert swift.bodies == []
