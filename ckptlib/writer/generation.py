@@ -74,7 +74,7 @@ class GenerationRecord:
         catalog.put_generation(self.record)
         self.note_put(catalog)
         if restored is not None and not self.record.rewind:
-            self._warning = _left_behind(catalog, restored)
+            self._warning = self._warning or _left_behind(catalog, restored)  # of a try that the store failed
         return self._warning
 
     def _forget_foreign(self, catalog: Catalog, ids: Collection[GenerationId]) -> None:

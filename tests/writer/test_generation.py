@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+from helpers.actors import ActorStore
 from helpers.forkserver import context, start_server
 from helpers.servers import ObjectStorage
 from store_conformance import keys
@@ -15,7 +16,7 @@ from support import make_generation, make_root, make_save, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.known_generations import KnownGenerations
-from ckptlib.errors import Superseded
+from ckptlib.errors import StoreError, Superseded
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import ROOT, GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation, Root
@@ -83,13 +84,30 @@ def test_whoever_begins_first_goes_on() -> None:
         begin(own, KnownGenerations(1, (orphan,)))
 
 
-def test_a_step_of_another_root_is_no_origin() -> None:
-    catalog = Catalog(MemoryStore())
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_of_another_root_is_no_origin(fails: bool) -> None:
+    """`fails`: the store does once, as the record is put."""
+    store, tries = ActorStore(MemoryStore()), 1 + fails
+    catalog = Catalog(store)
     root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    there = make_save(catalog, make_generation(catalog, 3), 2, state(2))
     foreign, own = SaveId(5, GenerationId(4, "0000000f")), GenerationId(1, "00000001")
     record = GenerationRecord(Generation(own, 1, foreign, 0.0, {}, "here"), root.id, 6, continues=False)
+
+    def before(op: str, key: str) -> None:
+        nonlocal tries
+        if op == "put" and key == own.key:
+            tries -= 1
+            if tries:
+                raise StoreError("away")
+
+    store.before = before
+    if fails:
+        with pytest.raises(StoreError, match="away"):
+            record.put(catalog)
     assert f"restored {foreign}, of another root" in (record.put(catalog) or "")
-    assert catalog.generation(own).resumed_from is None
+    assert tries == 0
+    assert catalog.generation(own).resumed_from == there
 
 
 def test_a_job_that_did_not_restore_goes_on_from_the_newest_step_before_its_own() -> None:
