@@ -30,7 +30,6 @@ from ckptlib.errors import (
     ReplicasDiffer,
     SaveFailed,
     StoreDenied,
-    StoreError,
     StoreFull,
     UnsupportedState,
 )
@@ -91,7 +90,7 @@ class Committer:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
         self._put: _Put | None = None
-        """The last one, where the store failed as it was put, or behind that; or the step has lost something, and
+        """The last one, where something failed as it was put, or behind that; or the step has lost something, and
         stays."""
 
     def commit(
@@ -120,8 +119,14 @@ class Committer:
         if orphaned:
             check_kept(catalog, manifest, orphaned)
         catalog.shared.put_copies(manifest.layouts)
-        put = self._put = _Put(manifest, elapsed, live, orphaned)
-        is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
+        put, before = _Put(manifest, elapsed, live, orphaned), self._put
+        self._put = put
+        try:
+            is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
+        except (StoreDenied, StoreFull):
+            if catalog.store.is_local:  # elsewhere a request before may have put it, whose answer was lost
+                self._put = before
+            raise
         put.seconds = elapsed.at_most()
         return self._look(put, is_own)
 
@@ -220,12 +225,16 @@ class Committer:
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
-    def may_have_put(self, save: SaveId, error: BaseException) -> bool:
-        """Whether its manifest may be there, though committing it has failed with this error."""
+    def look_again(self, save: SaveId) -> None:
+        """Of a step that is committed. Raises SaveFailed where this one has put its manifest, or may have, could not
+        look behind it then, and it has lost something since."""
         put = self._put
-        if put is None or put.manifest.save != save or not isinstance(error, (StoreError, SaveFailed)):
-            return False
-        return put.seconds is not None or not isinstance(error, (StoreDenied, StoreFull))
+        if put is not None and put.manifest.save == save:
+            self._look(put, is_own=False)
+
+    def may_have_put(self, save: SaveId) -> bool:
+        """Whether its manifest may be there, though committing it has failed."""
+        return self._put is not None and self._put.manifest.save == save
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, bytes | None]:
         """And rank 0's part, where it had to be read."""

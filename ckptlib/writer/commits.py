@@ -85,7 +85,7 @@ class Commits:
                 else:
                     manifest = self._once_more(save, commit)
         except (CkptError, OSError) as error:
-            in_doubt = self.committer.may_have_put(save, error)
+            in_doubt = self.committer.may_have_put(save)
             self._failures.give_up(save, error, in_doubt)  # its own part is there, but the others wait for the step
             self._undecided.pop(save, None)
             if in_doubt and self._sweeper is not None:
@@ -112,7 +112,7 @@ class Commits:
         try:
             return commit()
         except StoreError as error:
-            if not self.committer.may_have_put(save, error):
+            if not self.committer.may_have_put(save):
                 raise
             log.info("step %d may be committed; the store is asked once more: %s", save.step, describe(error))
         return commit()

@@ -363,7 +363,7 @@ class WriterProcess:
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
             failure: Message = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
-            if work.what == "commit" and self._commits.committer.may_have_put(work.save, StoreTimeout(error)):
+            if work.what == "commit" and self._commits.committer.may_have_put(work.save):
                 failure["in_doubt"] = True
             self._channel.send({"event": "failed", **failure, "replace": True})
         elif work.what == "begin":

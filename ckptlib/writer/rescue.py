@@ -123,7 +123,10 @@ def _complete(
 ) -> None:
     """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
     catalog, shares = committer.catalog, _shares(slots, save)
-    if not shares or catalog.is_committed(save):
+    if not shares:
+        return
+    if catalog.is_committed(save):
+        committer.look_again(save)
         return
     if catalog.is_there(save.trash_key):
         raise SaveFailed(

@@ -15,7 +15,7 @@ from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import SaveFailed, StoreError
+from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreFull
 from ckptlib.format import manifest
 from ckptlib.format.keys import PackSet
 from ckptlib.policy.keep import EARLY_S, Keep
@@ -79,6 +79,7 @@ def test_what_was_swept_meanwhile_is_no_step(job: SmallJob, monkeypatch: pytest.
     with pytest.raises(SaveFailed, match=r"step 2: .*suspended.* The step is taken back"):
         commit_asleep(job, save, monkeypatch, happens)
     assert save.id not in job.found_listed()
+    assert not job.writers[0].committer.may_have_put(save.id)
     job.check()
     job.settle(KEEP)
     assert {other.step for other in job.listed} == {3}
@@ -146,10 +147,10 @@ def test_a_step_behind_which_the_store_was_away_is_looked_at_by_the_next_try(
     writer.store.before = before
     with pytest.raises(StoreError, match="away"):
         writer.committer.commit_when_whole(save.id, save.world_size, left)
-    with pytest.raises(SaveFailed, match=r"and stays") if sleeps else nullcontext() as refused:
+    with pytest.raises(SaveFailed, match=r"and stays") if sleeps else nullcontext():
         writer.committer.commit_when_whole(save.id, save.world_size, left)
-    assert refused is None or writer.committer.may_have_put(save.id, refused.value), "told as one that never was"
     assert save.id in job.found_listed()
+    assert writer.committer.may_have_put(save.id) is sleeps, "it has failed, and is there"
     if not sleeps:
         job._committed(save.id)
         job.check()
@@ -183,13 +184,34 @@ def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_ne
         job._committed(save.id)
         job.check()
         return
-    assert committer.may_have_put(save.id, refused.value)
+    assert committer.may_have_put(save.id)
     if after is not None:
         parts = [body_of(job.store.get(key), key) for key in job.keys(f"parts/{after.id}/")]
         assert pack in {key for part in parts for key, *_ in part["packs"]}
         with pytest.raises(SaveFailed, match=f"step 3: .*{pack}: no such object"):
             committer.commit_when_whole(after.id, after.world_size, lambda: 0.0)
         assert after.id not in job.found_listed()
+
+
+@pytest.mark.parametrize("error", [StoreDenied, StoreFull])
+def test_a_refusal_behind_an_answer_that_was_lost_leaves_a_step(job: SmallJob, error: type[StoreError]) -> None:
+    """As a client sends a put again whose answer does not come, and gets the refusal of the second request."""
+    save, writer = job.save(), job.writers[0]
+
+    def before(op: str, key: str) -> None:
+        if op == "put" and key == save.id.manifest_key:
+            writer.store.before = lambda op, key: None
+            Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+            raise error("refused")
+
+    writer.store.before = before
+    with pytest.raises(error, match="refused"):
+        writer.committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert writer.committer.may_have_put(save.id)
+    writer.committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert not writer.committer.may_have_put(save.id)
+    job._committed(save.id)
+    job.check()
 
 
 def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,13 @@ from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import encode
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import TrashRecord
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import FaultStore, write_plan
 from ckptlib.writer import process
 from ckptlib.writer import rescue as module
 from ckptlib.writer.persist import Persister, put_failure
@@ -119,6 +121,8 @@ class Job:
         self.stores: dict[int, Store] = {}
         """Where it is not the root's."""
         self.deadline = time.monotonic() + DEADLINE_S
+        self.committers: dict[int, Committer] = {}
+        """Of writers that try more than once."""
         self.ended = 0.0
         """When the writer that was the last one was done."""
 
@@ -147,7 +151,8 @@ class Job:
             try:
                 with ThreadPoolExecutor(1) as executor:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
-                    rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)), self.deadline)
+                    committer = self.committers.get(rank) or Committer(Catalog(store))
+                    rescue(self.hosts[rank], known[rank], rank, persister, committer, self.deadline)
             except Exception as error:
                 return error
             finally:
@@ -311,6 +316,25 @@ def test_a_share_that_comes_later_is_committed_at_the_next_try(job: Job) -> None
     assert job.rescue({0: save}) == [None]
     assert job.catalog.visible() == [save]
     job.check(save)
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_what_was_committed_before_an_outage_is_looked_at_by_the_next_try(
+    job: Job, tmp_path: Path, swept: bool
+) -> None:
+    """A sweep may have taken its parts for the remains of a crash: then the slots are all that is left of the step."""
+    save, plan = job.snapshot(15), tmp_path / "plan.json"
+    write_plan(plan, [{"op": "get", "key": "^trash/", "action": "error"}])
+    job.committers[0] = Committer(Catalog(FaultStore(job.catalog.store, plan)))
+    assert [type(error) for error in job.rescue({0: save})] == [StoreError]
+    assert job.catalog.visible() == [save]
+    write_plan(plan, [])
+    if swept:
+        job.catalog.store.put(save.trash_key, TrashRecord(save, "never committed").encode())
+        job.catalog.store.delete(*(entry.key for entry in job.catalog.store.scan("parts/")))
+    errors = job.rescue({0: save})
+    assert [type(error) for error in errors] == [SaveFailed if swept else type(None)]
+    assert not swept or "has a trash record" in str(errors[0])
 
 
 def damage(slot: Slot) -> None:
