@@ -324,7 +324,7 @@ def test_what_was_committed_before_an_outage_is_looked_at_by_the_next_try(
 ) -> None:
     """A sweep may have taken its parts for the remains of a crash: then the slots are all that is left of the step."""
     save, plan = job.snapshot(15), tmp_path / "plan.json"
-    write_plan(plan, [{"op": "get", "key": "^trash/", "action": "error"}])
+    write_plan(plan, [{"op": "get", "key": "^trash/", "nth": 2, "action": "error"}])  # the first that is behind it
     job.committers[0] = Committer(Catalog(FaultStore(job.catalog.store, plan)))
     assert [type(error) for error in job.rescue({0: save})] == [StoreError]
     assert job.catalog.visible() == [save]
