@@ -28,6 +28,7 @@ Neither numpy nor torch is imported before a value needs it.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 from collections import Counter, OrderedDict
@@ -267,6 +268,10 @@ def _refused(value: object, where: Where) -> UnsupportedState:
     remedy = f"a plain {bases[0]}" if bases else "plain values"
     if kind.__module__.partition(".")[0] in ("pathlib", "datetime"):
         remedy = "text: str(x)"
+    elif isinstance(value, io.BytesIO):
+        remedy = "bytes: x.getvalue()"
+    elif callable(getattr(kind, "state_dict", None)):
+        remedy = "its own state: x.state_dict()"
     return UnsupportedState(
         f"{text_of(where)}: cannot save a {kind.__module__}.{kind.__qualname__}, because it would not come back as it "
         f"was; give its owner state_dict() and load_state_dict(), or turn it into {remedy}"

@@ -219,6 +219,7 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise UnsupportedState(
             f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib cannot "
             "take apart: it has no __tensor_flatten__, or is torch's own; save the plain tensors it is made of"
+            f"{_or_what_is_trained(tensor)}"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
@@ -232,6 +233,16 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if not _is_known(tensor.dtype):
         raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; save tensor.view(torch.uint8)")
     return tensor
+
+
+def _or_what_is_trained(tensor: torch.Tensor) -> str:
+    """The advice for a weight of a frozen base, such as bitsandbytes' Int8Params."""
+    if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+        return ""
+    return (
+        ". Or, since it is frozen, save what is trained alone: {name: p for name, p in model.named_parameters() if "
+        "p.requires_grad}"
+    )
 
 
 def refuse_freed(tensor: torch.Tensor, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import io
 import json
 import math
 import re
@@ -341,3 +342,17 @@ def test_what_is_best_kept_as_text_is_told_so(value: object) -> None:
     ):
         encode(value, "config/when")
     assert through(str(value)) == str(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (io.BytesIO(b"as an extra state"), r"bytes: x\.getvalue\(\)"),
+        (torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 2), r"its own state: x\.state_dict\(\)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_tells_its_content_is_told_how(value: object, remedy: str) -> None:
+    """A scheduler around another one has that among its attributes, and torch's `state_dict()` gives these."""
+    with pytest.raises(UnsupportedState, match=rf"sched\.after: .*{type(value).__name__}.* turn it into {remedy}$"):
+        encode(value, "sched.after")

@@ -170,6 +170,10 @@ def test_a_plain_tensor_is_not_read_as_one(root: Root) -> None:
         root.load({})
 
 
+class Unknown(nn.Parameter):
+    """A parameter of a class that cannot be taken apart."""
+
+
 class Silent(Scaled):
     __tensor_flatten__ = None  # type: ignore[assignment]
 
@@ -215,6 +219,18 @@ def test_what_cannot_be_taken_apart_is_named(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UnsupportedState, match=message):
         flatten({"x": make()})
+
+
+def test_a_frozen_weight_need_not_be_saved_to_train_adapters() -> None:
+    """As bitsandbytes' Int8Params, of which a base is made."""
+    model = nn.Module()
+    model.base = torch.Tensor._make_subclass(Unknown, torch.ones(2), False)  # as bitsandbytes does
+    model.adapter = nn.Parameter(torch.ones(2))
+    with pytest.raises(UnsupportedState, match=r"x.base: .*Unknown is .* since it is frozen, .* if p.requires_grad\}$"):
+        flatten({"x": model})
+    assert [leaf.name for leaf in flatten({n: p for n, p in model.named_parameters() if p.requires_grad}).leaves] == [
+        "adapter"
+    ]
 
 
 def test_torch_s_own_are_refused(world: None) -> None:
