@@ -30,6 +30,8 @@ from ckptlib.reading.opened import CheckpointReader
 DATA = "__0_0.distcp"
 """As the first file of rank 0 is called."""
 
+INDEX = ".metadata"
+
 Path = tuple[Any, ...]
 """Keys, and positions in lists."""
 
@@ -224,6 +226,7 @@ def _write(
         os.fsync(opened_file.fileno())
     paths = {leaf.name: leaf.path for leaf in leaves}
     FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
+    sync(directory / INDEX)  # torch flushes it before Python's buffer is written to it
     sync(directory)
 
 

@@ -131,9 +131,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync(directory: Path) -> None:
-    """Makes the names in it durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Makes a file durable, or the names in a directory."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -242,6 +243,45 @@ def test_of_two_exports_at_the_same_time_one_has_all_the_names(tmp_path: Path, m
     with pytest.raises(ckptlib.ObjectExists, match="is there since the export began"):
         new.publish()
     assert [(tmp_path / name).read_text() for name in names] == ["old", "old"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
+def test_a_file_is_flushed_before_it_has_its_name_and_its_directory_after(
+    path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """All of its bytes: a power loss takes nothing of what was said to be exported."""
+    out, fsync = path.parent / "out", os.fsync
+    flushed: list[tuple[int, int, set[Path]]] = []
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        found = os.fstat(fd)
+        names = {out, *out.iterdir()} if out.is_dir() else {out} & {*path.parent.iterdir()}
+        held = {Path(name) for name in os.listdir(fd)} if stat.S_ISDIR(found.st_mode) else names
+        flushed.append((found.st_ino, found.st_size, held))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    ckptlib.export(path, out, format=form, max_shard_size=20)
+    files = [*out.iterdir()] if out.is_dir() else [out]
+    assert len(files) > 1 or form in ("safetensors", "torch")
+    for file in files:
+        found = file.stat()
+        assert any(
+            (ino, size) == (found.st_ino, found.st_size) and file not in names for ino, size, names in flushed
+        ), file
+    for name in {*files, out} if form == "dcp" else files:
+        directory = name.parent.stat().st_ino
+        assert any(ino == directory and Path(name.name) in held for ino, _, held in flushed), name
+
+
+def test_what_exports_of_other_names_have_left_is_theirs(path: Path) -> None:
+    """However old; and so is what only looks like it."""
+    left = [f".{name}.{'0' * 8}{outputs.PARTIAL}" for name in ("x.safetensors", "y.safetensors", "x.safetensors.old")]
+    for name in left:
+        (path.parent / name).write_bytes(b"half")
+        os.utime(path.parent / name, (0, 0))
+    ckptlib.export(path, path.parent / "x.safetensors")
+    assert beside(path) == sorted([*left[1:], "root", "x.safetensors"])
 
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO], ids=errno.errorcode.get)
