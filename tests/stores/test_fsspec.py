@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import sys
+import time
 import tracemalloc
 import uuid
 from collections.abc import Iterator
@@ -136,6 +137,14 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mon
         FsspecStore(f"local://{tmp_path}", {}).put("packs/save/1", b"data")
 
 
+def test_a_directory_that_vanishes_is_no_absent_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever puts does not hear that there is no such object, which means something else to him."""
+    monkeypatch.setattr(LocalFileSystem, "makedirs", lambda fs, path, exist_ok=False: None)
+    with pytest.raises(StoreError, match="packs/save/1: cannot put: FileNotFoundError") as caught:
+        FsspecStore(f"local://{tmp_path}", {}).put("packs/save/1", b"data")
+    assert not isinstance(caught.value, ObjectNotFound)
+
+
 def test_a_scheme_that_nobody_knows() -> None:
     with pytest.raises(ValueError, match=r"no filesystem for s4://; expected .* such as s3://bucket/run7") as caught:
         FsspecStore(f"s4://user:{SECRET}@host/run", {})
@@ -179,7 +188,7 @@ def test_credentials_are_not_shown() -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_time_in_any_form() -> None:
+def test_a_time_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import datetime, timezone
 
     instant = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
@@ -190,7 +199,64 @@ def test_a_time_in_any_form() -> None:
         {"mtime": instant.timestamp()},
         {"mtime": None, "created": int(instant.timestamp())},
     ]
-    assert {fsspec_store._modified(info) for info in forms} == {instant.timestamp()}
+    monkeypatch.setenv("TZ", "Asia/Kolkata")  # where a time without a zone, which is UTC, would be another
+    time.tzset()
+    try:
+        assert {fsspec_store._modified(info) for info in forms} == {instant.timestamp()}
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_what_has_no_time_is_new() -> None:
+    """What a sweep takes for old, it deletes."""
+    before = time.time()
+    assert before <= fsspec_store._modified({"name": "bucket/a", "mtime": None}) <= time.time()
+
+
+def test_a_directory_that_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ls = LocalFileSystem.ls
+
+    def itself_too(fs: LocalFileSystem, path: str, detail: bool = False, **options: object) -> list:
+        return [{"name": path, "size": 0, "type": "directory"}, *ls(fs, path, detail=detail, **options)]
+
+    monkeypatch.setattr(LocalFileSystem, "ls", itself_too)
+    store = FsspecStore(f"local://{tmp_path}", {})
+    store.put("a/b/1", b"1")
+    store.put("a/2", b"2")
+    assert keys(store) == ["a/2", "a/b/1"]
+
+
+def test_an_answer_that_is_too_short_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cat_file = FsspecStore(f"local://{tmp_path}", {}), LocalFileSystem.cat_file
+    store.put("a", b"data")
+    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *asked, **options: cat_file(*asked, **options)[:-1])
+    for offset, nbytes, count in ((0, 4, 4), (1, 2, 2), (3, None, 1)):
+        with pytest.raises(StoreError, match=f"cannot get: expected {count} bytes from {offset}, got {count - 1}"):
+            store.get("a", offset, nbytes)
+    into = bytearray(b"....")
+    with pytest.raises(StoreError, match="expected 4 bytes from 0, got 3"):
+        store.get_into("a", 0, memoryview(into))
+    assert into == b"...."
+
+
+def test_a_file_that_vanishes_while_its_directory_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are there: a listing without them would take a step for one that was never saved."""
+    store, ls, num = FsspecStore(f"local://{tmp_path}", {}), LocalFileSystem.ls, 0
+    for name in ("a", "b", "c"):
+        store.put(f"d/{name}", b"1")
+
+    def vanishing(fs: LocalFileSystem, path: str, detail: bool = False, **options: object) -> object:
+        nonlocal num
+        num += 1
+        if num == 2:  # of the first file that it asks about in this directory
+            (tmp_path / "d" / "b").unlink()
+            raise FileNotFoundError(f"{path}/b")
+        return ls(fs, path, detail=detail, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", vanishing)
+    assert keys(store) == ["d/a", "d/c"]
+    assert num > 2
 
 
 class Refusal(Exception):

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import FormatError, ObjectExists, StoreError, StoreFull
 from ckptlib.pages import PAGE_BYTES
-from ckptlib.stores import LateHead, Store, local_direct, local_upload
+from ckptlib.stores import LateHead, Store, local, local_direct, local_upload
 from ckptlib.stores.local import LocalStore
 
 
@@ -76,6 +77,24 @@ def test_objects_are_plain_files_and_temporary_ones_are_gone(files: Path) -> Non
     assert (files / "a" / "c").read_bytes() == b"headbody"
     assert temp_files(files) == []
     assert os.stat(files / "a" / "c").st_nlink == 1
+
+
+def test_a_file_that_is_cut_as_it_is_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the look at its size: what is not there any more is not taken for read."""
+    store, checked = LocalStore(str(files)), local.range_nbytes
+
+    def cut(*asked: Any) -> int:
+        nbytes = checked(*asked)
+        os.truncate(files / "a", 3)
+        return nbytes
+
+    for read in (lambda: store.get("a"), lambda: store.get_into("a", 1, memoryview(bytearray(7)))):
+        store.put("a", b"12345678")
+        monkeypatch.setattr(local, "range_nbytes", cut)
+        with pytest.raises(FormatError, match=r"a: the object has 3 bytes, expected bytes .*; it is truncated"):
+            read()
+        monkeypatch.undo()
+        store.delete("a")
 
 
 def test_whole_pages_go_past_the_page_cache(files: Path) -> None:

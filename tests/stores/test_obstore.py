@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.servers import ObjectStorage
-from store_conformance import StoreConformance
+from store_conformance import StoreConformance, keys
 
 from ckptlib.stores import Store, open_store
+from ckptlib.stores.obstore import DELETES
 
 
 class OnServer(StoreConformance):
@@ -55,3 +56,10 @@ class TestGCSClient(StoreConformance):
         options = {"client": "obstore", "token": "a-token", "endpoint_url": s3_endpoint}
         with open_store(f"gs://bucket/{uuid.uuid4().hex}", options) as store:
             yield store
+
+    def test_more_than_are_deleted_at_once(self, store: Store) -> None:
+        names = [f"a/{n}" for n in range(DELETES + 2)]
+        for name in names:
+            store.put(name, b"")
+        store.delete(*names[1:])
+        assert keys(store) == names[:1]

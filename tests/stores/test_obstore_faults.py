@@ -204,6 +204,24 @@ def test_a_deadline_that_has_passed_sends_nothing(store: Store, proxy: FaultProx
     assert [request.op for request in proxy.requests if request.op in ("PutObject", "CompleteMultipartUpload")] == []
 
 
+@pytest.mark.parametrize("op", ["CreateMultipartUpload", "UploadPart"])
+def test_an_upload_that_is_refused_ends_what_feeds_it(store: Store, direct: Store, proxy: FaultProxy, op: str) -> None:
+    """It has more to give than the client would take: to wait for that would be to wait for ever."""
+    given = 0
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal given
+        while given < 100:
+            given += 1
+            yield memoryview(DATA)[:1_000_000]
+
+    proxy.rules([{"match": f"^{op}", "fault": "403"}])
+    with at_most(LONGEST_S), pytest.raises(StoreDenied):
+        store.put("p", b"", pieces(), deadline=time.monotonic() + LONGEST_S - 5)
+    assert given < 100
+    assert keys(direct) == []
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, TimeoutError, FileNotFoundError])
 def test_an_iterator_that_fails_ends_the_upload(store: Store, proxy: FaultProxy, error: type[Exception]) -> None:
     def pieces(nbytes: int) -> Iterator[bytes]:

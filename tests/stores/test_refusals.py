@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +40,9 @@ class Refusing(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer: tuple[int, str] | None = None
+        self.num_answers = sys.maxsize
+        """How often it is told."""
         self.num_asked = 0
-
         self.expired: set[str] = set()
         """Access keys that are told so."""
 
@@ -56,13 +58,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.num_asked += 1
         key = self.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
-        status, code = (400, "ExpiredToken") if key in self.server.expired else self.server.answer or (200, "")
+        status, code = (400, "ExpiredToken") if key in self.server.expired else self._answer()
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
         self.send_response(status)
         self.send_header("ETag", '"opaque"')
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _answer(self) -> tuple[int, str]:
+        is_told = self.server.num_asked <= self.server.num_answers
+        return self.server.answer if is_told and self.server.answer else (200, "")
 
     def log_message(self, format: str, *args: object) -> None: ...
 
@@ -129,6 +135,14 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(credentials: Path, key: str) -> None:
     text = f"aws_access_key_id = {key}\naws_secret_access_key = s3cr3t\naws_session_token = of-{key}\n"
     credentials.write_text(f"[default]\n{text}")
+
+
+def test_a_conflict_with_another_request_passes(server: Refusing, client: str) -> None:
+    """S3 says by it that it cannot tell now whether there is such an object: nobody has the key yet."""
+    server.answer, server.num_answers = (409, "ConditionalRequestConflict"), 2
+    with opened(client, f"http://127.0.0.1:{server.server_port}") as store:
+        store.put("p", b"data", create=True)
+    assert server.num_asked == 3
 
 
 def test_credentials_that_are_renewed_in_their_file(
