@@ -117,6 +117,8 @@ def test_within_goes_by_two_clocks() -> None:
     told = {save: Told(at, {}) for save, at in hourly.items()}
     assert keep.choose(saves, told, {save: 1e9 + 86400.0 + save.step for save in saves}) == []
     assert keep.choose(saves, told, {**hourly, saves[0]: hourly[saves[3]]}) == []
+    assert keep.choose(saves, told, {save: at for save, at in hourly.items() if save != saves[3]}) == []  # who knows?
+    assert keep.choose(saves, told, {saves[3]: hourly[saves[3]]}) == saves[:1]
 
 
 def test_copies_of_a_step_are_one_step_of_which_the_latest_stays() -> None:
