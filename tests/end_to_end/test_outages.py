@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from helpers.fault_log import operations
 from helpers.inside import poll, writer_of
 from helpers.one_job import WAIT_S, Job, faulty, slots, steps
 from helpers.writers import alive, until
@@ -104,7 +104,7 @@ class Outage:
         while True:
             try:
                 ckpt.save(self.step).wait_committed(WAIT_S)
-            except SaveFailed:
+            except (SaveFailed, WaitTimeout):  # or no slot is free as long as that
                 assert time.monotonic() < deadline, self.said()
                 self.job.body()
                 self.step += 1
@@ -149,8 +149,7 @@ class Outage:
         return sum(all(word in line for word in words) for line in self.said())
 
     def operations(self) -> list[dict[str, Any]]:
-        lines = Path(f"{self.job.root.parent}/plan.json.log").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return operations(self.job.root.parent / "plan.json")
 
     def asked_here(self) -> int:
         """Operations by the process that trains, on whichever thread; the writer is another one."""

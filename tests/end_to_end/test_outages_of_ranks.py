@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fault_log import operations
 from workers import crash_jobs
 from workers.crash_jobs import NUMEL, Job, holds, start
 from workers.crash_oracle import read_root, slots_of
@@ -44,8 +45,7 @@ class Ranks:
         path.with_suffix(".new").rename(path)
 
     def met(self, rank: int) -> bool:
-        log = self.directory / f"plan{rank}.json.log"
-        return log.exists() and any(json.loads(line)["fault"] for line in log.read_text().splitlines())
+        return any(line["fault"] for line in operations(self.directory / f"plan{rank}.json"))
 
     def steps(self) -> list[int]:
         """The last one of each rank."""

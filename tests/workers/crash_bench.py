@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from helpers.fault_log import operations
 from workers import crash_jobs
 from workers.crash_jobs import NUMEL, Job, holds, run, start, train, train_when_told
 from workers.crash_oracle import read_root, slots_of
@@ -33,13 +34,11 @@ class Bench:
 
     def operations(self, pid: int) -> list[dict[str, Any]]:
         """What a process asked of the store, in order."""
-        lines = (self.directory / "plan.json.log").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["pid"] == pid]
+        return [line for line in operations(self.plan) if line["pid"] == pid]
 
     def faults(self) -> int:
         """How many operations met a fault."""
-        log = self.directory / "plan.json.log"
-        return 0 if not log.exists() else sum(bool(json.loads(line)["fault"]) for line in log.read_text().splitlines())
+        return sum(bool(line["fault"]) for line in operations(self.plan))
 
     def wait_for_fault(self, count: int) -> None:
         deadline = time.monotonic() + crash_jobs.WAIT_S

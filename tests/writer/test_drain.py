@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.fault_log import operations
 from helpers.limits import short_limits
 from helpers.persists import codecs_of
 from helpers.writers import Bench, hear, heard, until
@@ -59,7 +60,7 @@ class TierBench(Bench):
 
     def operations(self) -> list[dict[str, Any]]:
         """What was asked of the bucket."""
-        return [json.loads(line) for line in Path(f"{self.plan}.log").read_text().splitlines()]
+        return operations(self.plan)
 
     def order(self, writer: Writer, step: int, drains: bool = True) -> SaveId:
         """Each with a layout that the store has not seen."""
@@ -82,13 +83,13 @@ def tier(tmp_path: Path) -> Iterator[TierBench]:
     bench.close()
 
 
-def points(operations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def points(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A rule for each operation: death before it; and behind it, where it changes something.
 
     But for those of a writer's first commit, which puts copies of what all steps need: each rule meets a later one.
     """
     seen: Counter[tuple[str, str]] = Counter()
-    for operation in operations:
+    for operation in done:
         op, prefix = operation["op"], operation["key"].split("/")[0]
         if prefix in ("copies", "ckptlib.json"):
             continue
