@@ -118,6 +118,8 @@ class _Handler:
     def __init__(self) -> None:
         self._added: tuple[weakref.ref[StopSignal], ...] = ()
         """Replaced as a whole, by the main thread: a signal may come meanwhile, and the watch reads it, too."""
+        self.waits = False
+        """Whether the main thread waits for a save."""
         self._watch: _Watch | None = None
 
     @property
@@ -177,7 +179,7 @@ class _Handler:
 
     def _may_stand_still(self) -> bool:
         """What it waits for may be what one of them waits for."""
-        return any(stop.may_stand_still for stop in self.open)
+        return self.waits or any(stop.may_stand_still for stop in self.open)
 
 
 class _Watch:
@@ -280,6 +282,19 @@ _handler = _Handler()
 def handler() -> Callable[[int, FrameType | None], None] | None:
     """What has the signals for those that are open, for whoever puts handlers back; None where none is open."""
     return _handler.note if _handler.open else None
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Within, a main thread that stands still is not left: what it waits for is what is to be saved, and that ends."""
+    if not _on_main():  # what another thread waits for says nothing about the main one
+        yield
+        return
+    before, _handler.waits = _handler.waits, True
+    try:
+        yield
+    finally:
+        _handler.waits = before
 
 
 _masked = threading.local()

@@ -7,6 +7,7 @@ from functools import partial
 
 from ckptlib.errors import SaveFailed
 from ckptlib.format.keys import SaveId
+from ckptlib.policy import stop_signal
 from ckptlib.ranks.group import Group
 from ckptlib.saving.outcome import Outcome, Outcomes
 from ckptlib.staging.stager import Staging
@@ -124,6 +125,7 @@ class Pending:
     def _wait(self, wait: Callable[[], None]) -> None:
         """Training stands still anyway, so callbacks may run now."""
         try:
-            wait()
+            with stop_signal.waiting():
+                wait()
         finally:
             self._outcomes.listener.deliver()

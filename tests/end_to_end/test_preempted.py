@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
@@ -17,7 +19,7 @@ from launch import environment
 from places import TESTS
 
 import ckptlib
-from ckptlib.errors import EXIT_PREEMPTED
+from ckptlib.errors import EXIT_PREEMPTED, WaitTimeout
 from ckptlib.policy import preemption, stop_signal
 from ckptlib.policy.stop_signal import STATUS
 from ckptlib.saving.session import Session
@@ -98,6 +100,37 @@ def test_a_job_is_not_left_while_its_last_step_waits_for_a_slot(tmp_path: Path) 
         plan.unlink()
         assert job.wait(150) == 0
     assert steps(root) == [18, 19, 20]
+
+
+def test_whoever_waits_for_a_commit_is_not_left(tmp_path: Path) -> None:
+    """As with saves that are waited for one by one. The wait of another thread says nothing about the main one."""
+    root, plan = tmp_path / "root", tmp_path / "plan.json"
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    pending = ckptlib.save_async(f"fault+file://{root}?plan={quote(str(plan))}", {"w": torch.ones(1000)}, 1)
+    may_stand_still = stop_signal._handler._may_stand_still
+    begin, failed = threading.Event(), list[str]()
+
+    def watch() -> None:
+        with pytest.raises(WaitTimeout):
+            pending.wait_committed(0.2)
+        if may_stand_still():
+            failed.append("the main thread waits for nothing yet")
+        begin.set()
+        deadline = time.monotonic() + 30
+        while not may_stand_still() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not may_stand_still():
+            failed.append("the main thread waits for the commit, and would be left")
+        plan.unlink()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    begin.wait(60)
+    pending.wait_committed(150)
+    watcher.join()
+    assert not failed
+    assert not may_stand_still()
+    assert steps(root) == [1]
 
 
 @pytest.mark.slow

@@ -337,6 +337,10 @@ def test_the_thread_watches_for_all(
     assert not stands.left, "the second does steps"
     with first.busy():
         assert not stand()
+    with stop_signal.waiting():
+        with stop_signal.waiting():
+            assert not stand()
+        assert not stand()
     first.heed()
     assert not stand()
     first.remove()
