@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,18 @@ def test_a_job_that_may_be_running_is_not_superseded_unasked(ckptlib: Ckptlib, m
     assert ckptlib("rewind", made.url, 3, "--yes").code == 0
     with pytest.raises(Superseded):
         Catalog(made).check_head(GenerationId(1, f"{1:08x}"))
+
+
+def test_a_step_tells_of_a_job_and_so_does_a_record_alone(ckptlib: Ckptlib, made: LocalStore) -> None:
+    """One that has just begun has put no step; one that runs for long put its record long ago."""
+    root = Path(made.url.removeprefix("file://"))
+    for young in ("steps", "generations"):
+        for file in filter(Path.is_file, root.rglob("*")):
+            os.utime(file, (time.time() - 86400 * (file.relative_to(root).parts[0] != young),) * 2)
+        assert "it may still run" in ckptlib("rewind", made.url, 3).err, young
+    for file in filter(Path.is_file, root.rglob("*")):
+        os.utime(file, (time.time() - 86400,) * 2)
+    assert ckptlib("rewind", made.url, 3).code == 0
 
 
 def test_where_the_standard_input_is_closed_nobody_is_asked(
