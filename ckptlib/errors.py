@@ -118,8 +118,8 @@ class StateMismatch(StateError):
 class SaveFailed(CkptError):
     """A save that will never be committed. Earlier steps are untouched.
 
-    If the store put its manifest and only the answer was lost, the step is there all the same, and whole: `ckptlib ls`
-    tells.
+    If its manifest was put all the same, as where only the answer was lost, the message says so: `ckptlib ls` tells
+    whether the step is there.
     """
 
 
