@@ -41,6 +41,10 @@ PARTS_IN_FLIGHT = 8
 IDLE_S = 10.0
 """Seconds without progress after which a request to a remote store is given up, and sent again."""
 
+DELETE_S = 0.1
+"""Seconds more for each object of a request that deletes many: a server may answer when the last is gone, and goes on
+where nobody waits any more, beside the same request sent again. Swift deletes two at a time."""
+
 SLOWEST_BPS = 1e6
 """Bytes per second below which the transfer of one part counts as stalled, where bytes cannot be seen to move."""
 

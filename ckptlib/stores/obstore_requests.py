@@ -46,6 +46,10 @@ class Requests:
         """For parts of this size."""
         return self.uploads if part_nbytes <= io_limits.PART_NBYTES else self._open_uploads(part_nbytes)
 
+    def deletes(self, num: int) -> Any:
+        """For so many objects, by as few requests as may be."""
+        return self.uploads_of(int(io_limits.DELETE_S * num * io_limits.SLOWEST_BPS))
+
     def once(self, is_small: bool) -> Any:
         """One that sends nothing again, for objects that are put by one request."""
         return self._open_once(io_limits.RUN_BYTES if is_small else io_limits.PART_NBYTES, is_small)

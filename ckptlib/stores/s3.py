@@ -143,8 +143,9 @@ class S3Store(Store):
     async def _delete_many(self, call: Call, keys: Sequence[str]) -> list[str]:
         """Returns those that are left to be deleted one by one, which tells what is the matter with each."""
         wanted = {"Objects": [{"Key": self._client.prefix + key} for key in keys], "Quiet": True}
+        more_s = io_limits.DELETE_S * len(keys)
         try:
-            answer = await self._client.ask(call, "delete_objects", {"Delete": wanted})
+            answer = await self._client.ask(call, "delete_objects", {"Delete": wanted}, more_s=more_s)
         except ClientError as error:
             if meaning_of(error).kind is not StoreError:
                 raise

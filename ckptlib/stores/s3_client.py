@@ -48,6 +48,9 @@ _CONNECTIONS = 64
 _SILENCE_S = 3
 """How many times the idle limit a server may think before it answers CompleteMultipartUpload: it joins the parts."""
 
+_MOST_KEYS = 1000
+"""Of objects in one request to delete them."""
+
 _LOOP_S = 10.0
 """How long the loop may be busy with something else, such as the start of a client."""
 
@@ -109,13 +112,19 @@ class S3Client:
     # -- on the loop's thread
 
     async def ask(
-        self, call: Call, operation: str, parameters: Mapping[str, object], retries: Retries | None = None
+        self,
+        call: Call,
+        operation: str,
+        parameters: Mapping[str, object],
+        retries: Retries | None = None,
+        more_s: float = 0.0,
     ) -> dict[str, Any]:
-        """The answer to one request without a body, which is sent again after what may pass.
+        """The answer to one request without a body, which is sent again after what may pass. `more_s`: how much longer
+        than another the server may think.
 
         Raises botocore's error for an answer that will not, and StoreTimeout.
         """
-        idle_s = io_limits.IDLE_S * (_SILENCE_S if operation == "complete_multipart_upload" else 1)
+        idle_s = io_limits.IDLE_S * (_SILENCE_S if operation == "complete_multipart_upload" else 1) + more_s
 
         async def request(progress: Progress) -> dict[str, Any]:
             return await self.send(operation, parameters)
@@ -343,7 +352,7 @@ def _config(given: object) -> dict[str, Any]:
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "max_pool_connections": max(_CONNECTIONS, wanted.get("max_pool_connections") or 0),
         "connect_timeout": io_limits.IDLE_S,
-        "read_timeout": io_limits.IDLE_S * _SILENCE_S,
+        "read_timeout": io_limits.IDLE_S * _SILENCE_S + io_limits.DELETE_S * _MOST_KEYS,  # each try is watched
     }
     sockets = {"connector_args": {"socket_factory": _socket, **(wanted.get("connector_args") or {})}}
     return {**config, **sockets} if _takes(config, sockets) else config
