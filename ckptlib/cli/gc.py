@@ -40,7 +40,9 @@ MAX_USERS = 5
 )
 @click.option("--keep-best", metavar="METRIC", help="Also keep the best step by this metric; needs --mode.")
 @click.option("--mode", type=click.Choice(MODES), help="Whether small or large values of --keep-best are good.")
-@click.option("--num-best", type=click.IntRange(min=1), default=1, metavar="N", help="Keep the N best steps.")
+@click.option(
+    "--num-best", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Keep the N best steps."
+)
 @click.option("--exempt", is_flag=True, help="Also drop steps that were saved as exempt.")
 @click.option(
     "--grace",
@@ -48,7 +50,7 @@ MAX_USERS = 5
     default=GRACE.total_seconds() / 3600,
     show_default=True,
     metavar="HOURS",
-    help="How long to keep the data of a dropped step.",
+    help="How long to keep the data of a dropped step: at least twice the save deadline of the root.",
 )
 @click.option("--abandoned", is_flag=True, help="Also drop steps that a rewind abandoned.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be done.")
