@@ -53,7 +53,7 @@ class RngState:
         for name, new in state.items():
             given = self._given.get(name)
             if given is None or given.shape != new.shape:
-                self._given[name] = new
+                self._given[name] = new.clone()  # what was restored is put back later, whatever is saved meanwhile
             else:
                 given.copy_(new)
         return {name: self._given[name] for name in state}
