@@ -105,14 +105,22 @@ def _changed(saved: Sequence[torch.optim.Optimizer], told: Mapping[str, object])
     """A key of which `state_dict()` gives other values than the state has, but for their dtype; None if there is none.
 
     TransformerEngine's FusedAdam has moments in fp16 whose scales it keeps beside its state. Only what has as many
-    tensors of the same shapes on both sides is compared: `state_dict()` may well gather what is divided.
+    tensors of the same shapes on both sides is compared: `state_dict()` may well gather what is divided. Nothing is
+    said where the state has more keys: what is given may be made with those, which are saved.
     """
     entries = told.get("state")
-    gives = _tensors(entries.values()) if isinstance(entries, Mapping) else {}
-    for key, ours in _tensors(entry for one in saved for entry in one.state.values()).items():
+    given = [*entries.values()] if isinstance(entries, Mapping) else []
+    kept = [entry for one in saved for entry in one.state.values()]
+    if _keys(kept) - _keys(given):
+        return None
+    gives = _tensors(given)
+    for key, ours in _tensors(kept).items():
         theirs = gives.get(key, [])
-        if [x.shape for x in ours] == [x.shape for x in theirs] and not all(map(_are_alike, ours, theirs)):
-            return key
+        if [x.shape for x in ours] != [x.shape for x in theirs]:
+            continue
+        other = next((mine for mine, its in zip(ours, theirs, strict=True) if not _are_alike(mine, its)), None)
+        if other is not None and not any(x.shape == other.shape and _are_alike(other, x) for x in theirs):
+            return key  # else they are in another order: by name, or as its groups have them
     return None
 
 

@@ -221,6 +221,50 @@ def test_moments_that_are_told_in_another_dtype_are_saved(tmp_path: Path) -> Non
     assert same([*other.parameters()], [*model.parameters()])
 
 
+class Named(optim.AdamW):
+    """Tells its state by name, in the order of its parameters, and not in that of their first steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        params = self.param_groups[0]["params"]
+        told = {f"p{i}": {**self.state[param]} for i, param in enumerate(params) if param in self.state}
+        return {**super().state_dict(), "state": told}
+
+
+class Coded(optim.Optimizer):
+    """Moments in eight bits, with their scales in the state; told in full."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                scale = param.grad.abs().max() / 127
+                self.state[param] = {"exp_avg": (param.grad / scale).to(torch.int8), "scale": scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        told = super().state_dict()
+        entries = told["state"].items()
+        return {**told, "state": {i: {"exp_avg": entry["exp_avg"] * entry["scale"]} for i, entry in entries}}
+
+
+@pytest.mark.parametrize("kind", [Named, Coded])
+def test_what_is_saved_in_full_and_told_otherwise_is_saved(tmp_path: Path, kind: type[Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = kind(model.parameters())
+    for layer in model[1], model[0]:  # the second one is stepped first
+        layer(torch.arange(3.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ckptlib.save(tmp_path, {"model": model, "optim": optimizer}, 1)
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    resumed = kind(other.parameters())
+    ckptlib.load(tmp_path, {"model": other, "optim": resumed})
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[mine].keys() == resumed.state[its].keys()
+        assert all(torch.equal(value, resumed.state[its][key]) for key, value in optimizer.state[mine].items())
+
+
 def test_state_that_is_of_no_parameter_is_refused_and_saved_by_an_object(tmp_path: Path) -> None:
     """As MADGRAD has its count of steps."""
     model, optimizer = made(lambda p: optim.SGD(p, lr=0.1, momentum=0.9))
