@@ -10,12 +10,12 @@ import json
 import logging
 from collections.abc import Mapping
 
-from ckptlib.errors import CkptError
 from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.values import Json
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together_at_length
 from ckptlib.reading.source import StepSource
 from ckptlib.state.optimizers import is_group_path
 from ckptlib.words import listed
@@ -86,8 +86,9 @@ def _last_values(group: Group, source: StepSource, reader: Reader) -> Mapping[st
         return {}
     try:
         source.bring({last} if is_asked else ())
-        return reader.part(last).values if is_asked else {}
-    except CkptError as error:
+        what = f"reading the values of rank {last}"
+        return together_at_length(group, what, lambda: reader.part(last).values if is_asked else {})
+    except Exception as error:  # a store of the user's may raise a class of its own
         log.debug("step %d: the values of rank %d cannot be compared: %s", source.save.step, last, error)
         return {}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch
 import torch.distributed as dist
 from onerank import Holder
@@ -17,6 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from workers.rank_cases import rank, run_cases, warnings_of_ckptlib
 
 import ckptlib
+from ckptlib.format.part import Part
+from ckptlib.reading.committed import Committed
 
 
 def group_of(*ranks: int) -> dist.ProcessGroup:
@@ -82,8 +85,28 @@ def test_fewer_ranks_that_are_alike(directory: Path) -> None:
         with warnings_of_ckptlib() as told:
             ckptlib.load(directory, {"w": torch.ones(3), "host": 9, "lr": 0.2}, process_group=pair)
     dist.barrier()
-    fewer = "step 1 was saved by 3 ranks, each of which had its own in host. Here are 2: each has what the one of its "
+    fewer = "step 1 was saved by 3 ranks, and each rank had its own in host. Here are 2: each has what the one of its "
     assert told == ([] if rank() else [f"{fewer}number had, and what ranks 2 and up had is loaded nowhere"])
+
+
+def test_a_last_part_that_cannot_be_read_ends_no_load(directory: Path) -> None:
+    """Whatever the store raises on rank 0, which alone reads it: the others would wait for it."""
+    pair = group_of(0, 1)
+    ckptlib.save(directory, {"w": torch.ones(3), "host": rank() // 2}, 1)
+    state = {"w": torch.zeros(3), "host": 9}
+    if rank() < 2:
+        with pytest.MonkeyPatch.context() as patch:
+            part = Committed.part
+
+            def but_the_last(source: Committed, saved: int) -> Part:
+                if saved == 2:
+                    raise OSError("of the client's own")
+                return part(source, saved)
+
+            patch.setattr(Committed, "part", but_the_last)
+            ckptlib.load(directory, state, process_group=pair)
+        assert state["host"] == 0
+    dist.barrier()
 
 
 def test_what_is_alike_is_not_told(directory: Path) -> None:
@@ -148,6 +171,7 @@ if __name__ == "__main__":
             test_more_ranks,
             test_fewer_ranks,
             test_fewer_ranks_that_are_alike,
+            test_a_last_part_that_cannot_be_read_ends_no_load,
             test_what_is_alike_is_not_told,
             test_options_of_a_stage_go_with_its_parameters,
             test_one_rank_may_stand_for_an_import,
