@@ -80,7 +80,8 @@ class OptimizerTargets:
         names = names_of_params(optimizer, self._params.names)
         warn_of_positions(optimizer, names, path, "loaded")
         wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
-        entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
+        looked_at = {0, *(group.layout for group in wanted)}
+        entries = self._entries_by_param(saved_path, looked_at)
         is_own = self._saved.classes.get(saved_path) == type(optimizer).__name__
         before = {name for name, group in groups.items() if group.layout == 0}
         is_alike = is_own and before == {*map(self._saved_name, chain.from_iterable(names))}
@@ -102,7 +103,7 @@ class OptimizerTargets:
                     keys = self._but_stepped_elsewhere(param, keys, optimizer.state.get(param, {}))
                     if not keys:
                         continue
-                keys = {**keys, **self._values_elsewhere(saved_path, saved_name, keys)}
+                keys = {**keys, **self._values_elsewhere(saved_path, saved_name, keys, looked_at)}
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
                 full = f"{path}/{name}"
@@ -141,13 +142,21 @@ class OptimizerTargets:
         was_whole = all(_is_whole(self._saved.tensors[name]) for name in keys.values() if name in self._saved.tensors)
         return had if was_whole else keys
 
-    def _values_elsewhere(self, path: str, saved_name: str, keys: Mapping[str, str]) -> dict[str, str]:
+    def _values_elsewhere(
+        self, path: str, saved_name: str, keys: Mapping[str, str], layouts: Collection[int]
+    ) -> dict[str, str]:
         """Plain values of a parameter's state, such as a count of steps, that only other ranks have saved: layouts tell
-        of tensors and objects alone. By key, each with its full name. `keys`: the other ones, likewise."""
+        of tensors and objects alone. By key, each with its full name.
+
+        `keys`: the other ones, likewise. `layouts`: those whose values are looked at already. Nothing is asked of a
+        parameter that has all its tensors from these, since each name may ask for further parts.
+        """
+        if {self._saved.first_layouts.get(name, 0) for name in keys.values()}.issubset(layouts):
+            return {}
         above = f"{path}/{saved_name}" if path else saved_name
         tensors = (self._saved.tensors.get(name) for name in (saved_name, *keys.values()))
         is_own = any(entry is not None and isinstance(entry.holding, OwnPerRank) for entry in tensors)
-        if not keys or is_own or self._saved.has_own(above):
+        if is_own or self._saved.has_own(above):
             return {}
         names = {key: join(above, key) for key in self._saved.further_keys(path, keys)}
         found = {key: name for key, name in names.items() if name in self._saved.values_at(name)}
@@ -174,7 +183,7 @@ class OptimizerTargets:
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
         nested = tuple(f"{p}/" for p in self._saved.objects if p.startswith(prefix) and p != path)
-        plain = chain.from_iterable(map(self._saved.values_with, sorted({0, *layouts})))
+        plain = chain.from_iterable(map(self._saved.values_with, sorted(layouts)))
         for name in (*self._saved.tensors, *plain, *self._saved.objects):
             if name == path or not name.startswith(prefix) or name.startswith(nested):
                 continue

@@ -130,8 +130,8 @@ class SavedNames:
         """Whether it is an object with tensors of which each rank had its own, and this one has none."""
         if name not in self.objects or at_or_below(self._names(0), name):
             return False
-        layout = self._first_layouts[name]
-        return any(below not in self._first_layouts for below in names_below(self._names(layout), name))
+        layout = self.first_layouts[name]
+        return any(below not in self.first_layouts for below in names_below(self._names(layout), name))
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
         """Whether two saved tensors, by any of their names, are one, or are equal; at least in these boxes, if any are
@@ -212,13 +212,13 @@ class SavedNames:
 
     def _is_held_before(self, name: str, layout: int) -> bool:
         """Whether a layout before this one has a tensor or an object at a name or below it, or a tensor above it."""
-        first = self._first_layouts
+        first = self.first_layouts
         if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self._sorted, name)):
             return True
         return any(first.get(above, layout) < layout and above in self.tensors for above in _above(name))
 
     @cached_property
-    def _first_layouts(self) -> dict[str, int]:
+    def first_layouts(self) -> dict[str, int]:
         """By name of a tensor or an object: the first layout that has it. Without tensors that other ranks have as
         their own."""
         found: dict[str, int] = {}
@@ -232,7 +232,7 @@ class SavedNames:
     @cached_property
     def _sorted(self) -> list[str]:
         """The names of all tensors and objects."""
-        return sorted(self._first_layouts)
+        return sorted(self.first_layouts)
 
     def value(self, path: str, depth: int = 0) -> object:
         """This rank's own, else that of another. Raises StateMismatch where none has any."""

@@ -144,5 +144,8 @@ def _are_alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if any(x.layout is not torch.strided or x.is_complex() for x in (ours, theirs)):
         return True
     mine, given = (x.detach().flatten()[:_SAMPLE].cpu() for x in (ours, theirs))
-    mine, given = mine.to(given.dtype).to(mine.dtype), given.to(mine.dtype)
-    return torch.equal(mine.double().nan_to_num(), given.double().nan_to_num())
+    try:
+        mine, given = mine.to(given.dtype).to(mine.dtype), given.to(mine.dtype)
+        return torch.equal(mine.double().nan_to_num(), given.double().nan_to_num())
+    except NotImplementedError:  # torch turns float4_e2m1fn_x2 and the like into nothing else
+        return True

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.fault_log import operations
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +20,7 @@ from workers.rank_cases import committed, content, equal, everywhere, rank, run_
 
 import ckptlib
 from ckptlib.errors import ReplicasDiffer
+from ckptlib.testing import write_plan
 
 
 class Divided(torch.optim.Optimizer):
@@ -208,6 +210,26 @@ def test_what_the_optimizer_has_is_filled(directory: Path) -> None:
     assert not any(state["momentum"].isnan().any() for state in optim.state.values())
 
 
+def test_what_other_parameters_had_beside_it_is_asked_of_no_other_stage(directory: Path) -> None:
+    """As with Shampoo, of which a matrix has more state than a bias. Each stage has a layout and a part of its own."""
+    stage = nn.ModuleDict({str(rank()): nn.Linear(2, 2)})
+    params = [*stage[str(rank())].parameters()]
+    optim = Divided(params)
+    for param in params:
+        optim.state[param] = {"momentum": param.detach() + 1, **({"factor": torch.ones(2)} if param.dim() == 2 else {})}
+    ckptlib.save(directory / "root", {"m": stage, "o": optim}, 1)
+    plan = directory / f"plan{rank()}.json"
+    write_plan(plan, [])
+    alone = [dist.new_group([number]) for number in range(2)][rank()]
+    resumed = nn.ModuleDict({"0": nn.Linear(2, 2)})
+    resumed_optim = Divided(resumed.parameters())
+    url = f"fault+file://{directory}/root?plan={plan}"
+    ckptlib.load(url, {"m": resumed, "o": resumed_optim}, process_group=alone, strict=False)
+    assert [len(resumed_optim.state[param]) for param in resumed.parameters()] == [2, 1]
+    read = {line["key"] for line in operations(plan) if line["op"].startswith("get") and "parts/" in line["key"]}
+    assert len(read) == 1, read
+
+
 def test_another_number_of_ranks_gets_all_of_it(directory: Path) -> None:
     """Which of them will step a parameter, nobody knows. A save says what to do about it."""
     saved(directory)
@@ -237,5 +259,6 @@ if __name__ == "__main__":
             test_replicas_that_become_stages_have_all_of_theirs,
             test_what_the_optimizer_has_is_filled,
             test_another_number_of_ranks_gets_all_of_it,
+            test_what_other_parameters_had_beside_it_is_asked_of_no_other_stage,
         ]
     )
