@@ -306,9 +306,9 @@ class ObstoreStore(Store):
     def delete(self, *keys: str) -> None:
         paths = {self._path(key): key for key in keys}
         if len(paths) > 1 and self._deletes_many:
-            client = self._requests.deletes(len(paths))
+            client, more_s = self._requests.deletes(len(paths)), io_limits.DELETE_S * len(paths)
             try:
-                return self._requests.run("delete", min(keys), lambda: _delete(client, [*paths]), None)
+                return self._requests.run("delete", min(keys), lambda: _delete(client, [*paths]), None, more_s=more_s)
             except NoSuchRequest:
                 self._deletes_many = False
 

@@ -73,8 +73,10 @@ class Requests:
         work: Callable[[], Coroutine[Any, Any, T]],
         deadline: float | None,
         nbytes: int = 0,
+        more_s: float = 0.0,
     ) -> T:
-        """The result of `work`. The client repeats requests that it takes for harmless; all of ours are.
+        """The result of `work`. The client repeats requests that it takes for harmless; all of ours are. `more_s`: how
+        much longer than others one may take.
 
         Raises Beyond, NoSuchRequest, AlreadyExistsError, and StoreErrors for the rest.
         """
@@ -99,7 +101,7 @@ class Requests:
                 if isinstance(error, AlreadyExistsError) and not failure.may_pass:
                     raise
                 may_pass = failure.may_pass or (doing == "put" and failure.lost_directory)
-                wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S else None
+                wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S + more_s else None
                 if wait_s is None:
                     raise self.error(error, doing, key, nbytes) from None
                 time.sleep(wait_s)
