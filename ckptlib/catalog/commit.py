@@ -234,7 +234,8 @@ class Committer:
 
     def may_have_put(self, save: SaveId) -> bool:
         """Whether its manifest may be there, though committing it has failed."""
-        return self._put is not None and self._put.manifest.save == save
+        put = self._put  # read once: the watchdog asks from a thread of its own
+        return put is not None and put.manifest.save == save
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, bytes | None]:
         """And rank 0's part, where it had to be read."""
