@@ -118,8 +118,8 @@ class _Handler:
     def __init__(self) -> None:
         self._added: tuple[weakref.ref[StopSignal], ...] = ()
         """Replaced as a whole, by the main thread: a signal may come meanwhile, and the watch reads it, too."""
-        self.waits = False
-        """Whether the main thread waits for a save."""
+        self.waits: Callable[[], bool] | None = None
+        """While the main thread waits for a save: whether that ends by itself."""
         self._watch: _Watch | None = None
 
     @property
@@ -149,7 +149,7 @@ class _Handler:
 
     def forget(self) -> None:
         """In a forked child: as if all were removed."""
-        self._added = ()
+        self._added, self.waits = (), None
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.forget()
@@ -179,7 +179,7 @@ class _Handler:
 
     def _may_stand_still(self) -> bool:
         """What it waits for may be what one of them waits for."""
-        return self.waits or any(stop.may_stand_still for stop in self.open)
+        return ((waits := self.waits) is not None and waits()) or any(stop.may_stand_still for stop in self.open)
 
 
 class _Watch:
@@ -285,12 +285,12 @@ def handler() -> Callable[[int, FrameType | None], None] | None:
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
-    """Within, a main thread that stands still is not left: what it waits for is what is to be saved, and that ends."""
+def waiting(ends: Callable[[], bool]) -> Iterator[None]:
+    """Within, a main thread that stands still is not left as long as `ends` says that the wait does, for a save."""
     if not _on_main():  # what another thread waits for says nothing about the main one
         yield
         return
-    before, _handler.waits = _handler.waits, True
+    before, _handler.waits = _handler.waits, ends
     try:
         yield
     finally:

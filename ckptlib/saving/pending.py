@@ -125,7 +125,14 @@ class Pending:
     def _wait(self, wait: Callable[[], None]) -> None:
         """Training stands still anyway, so callbacks may run now."""
         try:
-            with stop_signal.waiting():
+            with stop_signal.waiting(self._ends):
                 wait()
         finally:
             self._outcomes.listener.deliver()
+
+    def _ends(self) -> bool:
+        """Whether no device holds it up: behind a collective with a rank that died no copy ends. Any thread."""
+        try:
+            return self.staging.done or all(copies.read for copies in self.staging.device_copies)
+        except RuntimeError:  # the device has failed
+            return False

@@ -41,6 +41,9 @@ PARTS_IN_FLIGHT = 8
 IDLE_S = 10.0
 """Seconds without progress after which a request to a remote store is given up, and sent again."""
 
+PAGE_KEYS = 1000
+"""Objects in one request of a listing or a deletion: the most that S3 allows."""
+
 DELETE_S = 0.1
 """Seconds more for each object of a request that deletes many: a server may answer when the last is gone, and goes on
 where nobody waits any more, beside the same request sent again. Swift deletes two at a time."""

@@ -75,7 +75,7 @@ class ObstoreStore(Store):
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, LATE_NBYTES
         self._listing = Listing(self._requests)
         self._deletes_many = self._requests.is_s3
-        self._creates: bool | None = None
+        self._creates: bool | None = None if self._requests.is_s3 else True
         """Whether the server knows If-None-Match; None until it has answered such a request."""
 
     @override
@@ -130,7 +130,9 @@ class ObstoreStore(Store):
                 except BaseError as error:
                     if Failure.of(error).is_unknown:
                         raise NoSuchRequest from None
-                    if once and not isinstance(error, AlreadyExistsError):
+                    if isinstance(error, AlreadyExistsError):
+                        self._creates = True
+                    elif once:
                         continue
                     raise
                 self._creates = True
@@ -306,7 +308,8 @@ class ObstoreStore(Store):
     def delete(self, *keys: str) -> None:
         paths = {self._path(key): key for key in keys}
         if len(paths) > 1 and self._deletes_many:
-            client, more_s = self._requests.deletes(len(paths)), io_limits.DELETE_S * len(paths)
+            most = min(len(paths), io_limits.PAGE_KEYS)  # of one request
+            client, more_s = self._requests.deletes(most), io_limits.DELETE_S * most
             try:
                 return self._requests.run("delete", min(keys), lambda: _delete(client, [*paths]), None, more_s=more_s)
             except NoSuchRequest:

@@ -20,9 +20,6 @@ from ckptlib.stores.s3_upload import put
 PACK_NBYTES = 50 * 10**9
 """One object per rank and save: no step needs as many listings as it has gigabytes. 10,000 parts of 16 MiB are more."""
 
-PAGE_KEYS = 1000
-"""In one request of a listing or a deletion: the most that S3 allows."""
-
 DIRECTORY_BUCKET = "--x-s3"
 """How the name of one ends. There a listing is of whole directories, in any order and from the start; so Amazon's
 documents have it, and no test has asked Amazon."""
@@ -107,7 +104,7 @@ class S3Store(Store):
         root, prefix, start = self._client.prefix, call.key, start_after(call.key, after)
         if self._lists_directories:
             prefix, start = prefix[: prefix.rfind("/") + 1], ""
-        where: dict[str, object] = {"Prefix": root + prefix, "MaxKeys": PAGE_KEYS}
+        where: dict[str, object] = {"Prefix": root + prefix, "MaxKeys": io_limits.PAGE_KEYS}
         if start:
             where["StartAfter"] = root + start
         entries: list[Entry] = []
@@ -128,8 +125,8 @@ class S3Store(Store):
     def delete(self, *keys: str) -> None:
         for key in keys:
             check_key(key)
-        for start in range(0, len(keys), PAGE_KEYS):
-            some = keys[start : start + PAGE_KEYS]
+        for start in range(0, len(keys), io_limits.PAGE_KEYS):
+            some = keys[start : start + io_limits.PAGE_KEYS]
             call = Call("delete", some[0] if len(some) == 1 else f"{some[0]} ... {some[-1]}")
             self._client.run(call, self._delete(call, some))
 

@@ -48,9 +48,6 @@ _CONNECTIONS = 64
 _SILENCE_S = 3
 """How many times the idle limit a server may think before it answers CompleteMultipartUpload: it joins the parts."""
 
-_MOST_KEYS = 1000
-"""Of objects in one request to delete them."""
-
 _LOOP_S = 10.0
 """How long the loop may be busy with something else, such as the start of a client."""
 
@@ -352,7 +349,7 @@ def _config(given: object) -> dict[str, Any]:
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "max_pool_connections": max(_CONNECTIONS, wanted.get("max_pool_connections") or 0),
         "connect_timeout": io_limits.IDLE_S,
-        "read_timeout": io_limits.IDLE_S * _SILENCE_S + io_limits.DELETE_S * _MOST_KEYS,  # each try is watched
+        "read_timeout": io_limits.IDLE_S * _SILENCE_S + io_limits.DELETE_S * io_limits.PAGE_KEYS,  # each try is watched
     }
     sockets = {"connector_args": {"socket_factory": _socket, **(wanted.get("connector_args") or {})}}
     return {**config, **sockets} if _takes(config, sockets) else config

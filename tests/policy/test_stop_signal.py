@@ -337,15 +337,16 @@ def test_the_thread_watches_for_all(
     assert not stands.left, "the second does steps"
     with first.busy():
         assert not stand()
-    with stop_signal.waiting():
-        with stop_signal.waiting():
+    with stop_signal.waiting(lambda: True):
+        with stop_signal.waiting(lambda: True):
             assert not stand()
         assert not stand()
     first.heed()
     assert not stand()
     first.remove()
     assert thread.is_alive()
-    assert stand(), "the second is watched still"
+    with stop_signal.waiting(lambda: False):
+        assert stand(), "the second is watched still, and waits for what may never end"
     second.remove()
     thread.join(WAIT_S)
     assert not thread.is_alive()

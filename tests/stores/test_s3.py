@@ -146,7 +146,7 @@ def test_directories_that_sort_otherwise_than_keys(s3: ObjectStorage, juicefs: O
 def test_listings_and_deletions_of_many_pages(
     s3: ObjectStorage, juicefs: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptlib.stores.s3.PAGE_KEYS", 7)
+    monkeypatch.setattr("ckptlib.stores.io_limits.PAGE_KEYS", 7)
     for storage in (s3, juicefs):
         with open_store(storage.url(), storage.options()) as store:
             names = [f"{directory}/{n:03d}" for directory in ("a", "b/c") for n in range(25)]
