@@ -84,6 +84,7 @@ PAGES = [
             "ckptlib watch URL [--every 5s] [--once]": "usage",
         },
     ),
+    Page("docs/before-a-long-run.md", in_clone=True),
     Page("docs/reading.md", SOME_STEPS),
     Page("docs/history.md", SOME_STEPS + LONG_AGO + BUCKET),
     Page("docs/retention.md", SOME_STEPS),
