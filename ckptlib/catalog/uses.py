@@ -88,10 +88,14 @@ def is_needed(needed: Needed, pack: str) -> bool:
 
 
 def times_of(
-    catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]], orphaned: bool = False
+    catalog: Catalog,
+    save: SaveId,
+    uses: Mapping[PackSet, frozenset[int]],
+    orphaned: bool = False,
+    at: float | None = None,
 ) -> dict[PackSet, float]:
     """When the saves were taken whose packs a save uses, as its manifest tells. `uses`: the ranks that use each.
-    `orphaned`: a newer job has begun, whose sweeps do not reckon with this save.
+    `orphaned`: a newer job has begun, whose sweeps do not reckon with this save. `at`: see `check_kept`.
 
     Raises SaveFailed where nothing keeps one of these packs from being deleted, so that the step would be lost later.
     """
@@ -118,7 +122,7 @@ def times_of(
             stand = catalog.stand(other)
             _cover(left, found, stand.uses, stand.users)
     if left:
-        _cover_by_trash(catalog, left, found, orphaned)
+        _cover_by_trash(catalog, left, found, orphaned, at)
     if left and any(_is_damaged(catalog, other) for other in committed):
         # As above; once the manifest is given up, the one to be put names them.
         found = {**dict.fromkeys(left, 0.0), **found}
@@ -131,10 +135,11 @@ def times_of(
     return found
 
 
-def check_kept(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
-    """Raises as `times_of` does, where what the step uses is not kept any more."""
+def check_kept(catalog: Catalog, manifest: Manifest, orphaned: bool, at: float | None = None) -> None:
+    """Raises as `times_of` does, where what the step uses is not kept any more. `at`: or was not when its manifest
+    came, by the store's clock; from then on that keeps it."""
     every = frozenset(range(manifest.world_size))
-    times_of(catalog, manifest.save, {of: manifest.users.get(of, every) for of in manifest.uses}, orphaned)
+    times_of(catalog, manifest.save, {of: manifest.users.get(of, every) for of in manifest.uses}, orphaned, at)
 
 
 def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> list[SaveId]:
@@ -202,7 +207,11 @@ def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
 
 
 def _cover_by_trash(
-    catalog: Catalog, left: dict[PackSet, frozenset[int]], found: dict[PackSet, float], orphaned: bool
+    catalog: Catalog,
+    left: dict[PackSet, frozenset[int]],
+    found: dict[PackSet, float],
+    orphaned: bool,
+    at: float | None,
 ) -> None:
     """Only records count that stay young for as long as a save may take: the grace period is twice that at least.
 
@@ -210,7 +219,7 @@ def _cover_by_trash(
     Whoever gives it room spares what its own saves under way may use, and of no others: what an orphaned save uses may
     go EARLY_S after it was dropped, and this is good for half of that.
     """
-    now, deadline_s = clock.now(catalog.store), catalog.root().save_deadline_s
+    now, deadline_s = clock.now(catalog.store) if at is None else at, catalog.root().save_deadline_s
     oldest = now - (min(deadline_s, EARLY_S / 2) if orphaned else deadline_s)
     for entry in catalog.store.scan(keys.TRASH):
         save = keys.parse_trash_key(entry.key)
