@@ -94,9 +94,9 @@ class SharedDocuments:
             return False
 
     def check_there(self) -> None:
-        """Raises StoreError where a file system has neither the document of the root, read before, nor any record of
+        """Raises StoreError where a file system has neither the document of the root, opened before, nor any record of
         a generation: what is put there now lies in a directory that was made anew, or below a mount point."""
-        if not self.store.is_local or self._root is None:
+        if not self.store.is_local or self.opened_id is None:
             return
         if any(self.store.scan(key) for key in (keys.ROOT, keys.copy_key(keys.ROOT))):
             return

@@ -54,7 +54,7 @@ def open_memory(
             settings.keep.check(root.save_deadline_s)
         if settings.arena is not None:
             files.check_given(settings.arena)
-        setup = settings.for_writer(group.rank, group.size, root.save_deadline_s)
+        setup = settings.for_writer(group.rank, group.size, root)
         if group.rank == 0 and (fd := stopwatch.share()) is not None:
             setup |= {"account_fd": fd, "generation": str(lineage.generation)}
         unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptlib.errors import SaveFailed
 from ckptlib.format.digests import ALGORITHMS, XXH3
 from ckptlib.format.keys import GenerationId
-from ckptlib.format.manifest import MAX_DEADLINE_S
+from ckptlib.format.manifest import MAX_DEADLINE_S, Root
 from ckptlib.format.values import Json
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
@@ -106,16 +106,17 @@ class Settings:
         if self.max_outage < timedelta():
             raise ValueError(f"max_outage={self.max_outage!r}: expected a time, such as timedelta(minutes=30), or none")
 
-    def for_writer(self, rank: int, world_size: int, save_deadline_s: float) -> dict[str, object]:
-        """The order that a rank's writer begins with."""
+    def for_writer(self, rank: int, world_size: int, root: Root) -> dict[str, object]:
+        """The order that a rank's writer begins with. `root`: as the job has opened it."""
         return {
             "op": "setup",
             "protocol": PROTOCOL,
             "url": self.url,
             "options": dict(self.options),
+            "root": root.id,
             "rank": rank,
             "world_size": world_size,
-            "deadline_s": save_deadline_s,
+            "deadline_s": root.save_deadline_s,
             "codec": self.codec.to_json(),
             "refresh_s": self.refresh.total_seconds(),
             "keep": None if self.keep is None else self.keep.to_json(),

@@ -15,11 +15,11 @@ from functools import partial
 
 from ckptlib.catalog.accounts import keep_account_in, keep_account_of, put_account
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CkptError, describe
 from ckptlib.format.account import PAGE_NBYTES, read_page
 from ckptlib.format.keys import SaveId, parse_generation
 from ckptlib.format.manifest import Manifest
-from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,12 @@ FINISH_S = 30.0
 class StartAccount:
     """One per writer of a first rank."""
 
-    def __init__(self, fd: int, generation: str, store: Store, dead: bool) -> None:
-        """`fd`: of the trainer's page, inherited. `dead`: whether the trainer is gone already, since whenever."""
+    def __init__(self, fd: int, generation: str, shared: SharedDocuments, dead: bool) -> None:
+        """`fd`: of the trainer's page, inherited. `shared`: of the root. `dead`: whether the trainer is gone already,
+        since whenever."""
         self._dead = dead
         self._generation = parse_generation(generation)
-        self._store = store
+        self._shared = shared
         self._page = memoryview(mmap.mmap(fd, PAGE_NBYTES, prot=mmap.PROT_READ))
         os.close(fd)
         self._origin: SaveId | None = None
@@ -47,15 +48,15 @@ class StartAccount:
             return
         self._origin = save
         if manifest is None:
-            self._begin(partial(keep_account_of, Catalog(self._store), save))
+            self._begin(partial(keep_account_of, Catalog(self._shared.store), save))
         elif not accounted:
-            self._begin(partial(keep_account_in, Catalog(self._store), manifest))
+            self._begin(partial(keep_account_in, Catalog(self._shared.store), manifest))
 
     def end(self) -> None:
         """The trainer is gone, or has said that it ends."""
         account = read_page(self._page, None if self._dead else time.monotonic())
         if account is not None:
-            self._begin(partial(put_account, Catalog(self._store), self._generation, account))
+            self._begin(partial(put_account, Catalog(self._shared.store), self._generation, account))
 
     def finish(self) -> None:
         """Waits for the threads, if they do not hang."""
@@ -66,6 +67,7 @@ class StartAccount:
     def _begin(self, put: Callable[[], None]) -> None:
         def run() -> None:
             try:
+                self._shared.check_there()  # else the account would make a directory where the root was
                 put()
             except (CkptError, OSError) as error:
                 log.warning("ckptlib goodput will lack a start of this job: %s", describe(error))

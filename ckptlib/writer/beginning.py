@@ -47,7 +47,6 @@ class Beginning:
         Returns what is to be noted on a local disk; None where it was put, or another rank's writer does.
         """
         record = Generation.decode(message["record"].encode(), "the trainer's order")
-        self._catalog.shared.opened_id = message["root"]
         if record.resumed_from is not None:
             self._go_on_from(record.resumed_from, borrowed(message.get("known")))
         if rank != 0:

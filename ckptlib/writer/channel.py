@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the protocol; a trainer and a writer of other versions of ckptlib do not understand each other."""
 
 

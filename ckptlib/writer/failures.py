@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CkptError, StoreFull, describe
 from ckptlib.format.keys import SaveId
-from ckptlib.stores import Store
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.persist import put_failure
 from ckptlib.writer.told_warnings import ALREADY_TOLD
@@ -24,9 +24,9 @@ FULL_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 class Failures:
     """Of one writer; from any thread."""
 
-    def __init__(self, channel: Channel, store: Store, rank: int, slack_s: float) -> None:
-        """`slack_s`: how long the next job waits for a failure to be published."""
-        self._channel, self._store, self._rank = channel, store, rank
+    def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float) -> None:
+        """`shared`: of the root. `slack_s`: how long the next job waits for a failure to be published."""
+        self._channel, self._shared, self._rank = channel, shared, rank
         self._slack_s = slack_s
 
     def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False) -> None:
@@ -55,7 +55,8 @@ class Failures:
     def _put(self, save: SaveId, error: str, tried: threading.Event) -> None:
         for pause_s in (*FULL_PAUSES_S, None):
             try:
-                put_failure(self._store, save, self._rank, error)
+                self._shared.check_there()  # else the word would make a directory where the root was
+                put_failure(self._shared.store, save, self._rank, error)
                 return
             except (CkptError, OSError) as second:
                 if pause_s is None or not isinstance(second, StoreFull):

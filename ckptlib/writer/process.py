@@ -225,10 +225,11 @@ class WriterProcess:
             store = open_store(message["url"], message["options"])
             store.trust_address()  # the trainer has probed it
             noted = NotedStore(store, requests)
-        if (page := message.get("account_fd")) is not None:
-            self._account = StartAccount(int(page), message["generation"], noted, self._trainer.dead)
         self._catalog = catalog = Catalog(noted)
-        self._failures = Failures(self._channel, noted, self._rank, self._watchdog.slack_s)
+        catalog.shared.opened_id = message["root"]
+        if (page := message.get("account_fd")) is not None:
+            self._account = StartAccount(int(page), message["generation"], catalog.shared, self._trainer.dead)
+        self._failures = Failures(self._channel, catalog.shared, self._rank, self._watchdog.slack_s)
         make = partial(
             Persister,
             executor=ThreadPoolExecutor(1, "ckptlib-digest"),

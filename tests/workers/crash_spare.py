@@ -39,6 +39,7 @@ def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
         "protocol": PROTOCOL,
         "url": str(root),
         "options": {},
+        "root": ROOT_ID,
         "rank": rank,
         "world_size": 1,
         "deadline_s": 60.0,

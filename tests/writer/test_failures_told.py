@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.tmpfs import tmpfs
 
+from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import StoreFull
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.stores.local import LocalStore
@@ -27,7 +28,7 @@ def test_it_is_told_before_there_is_room_to_publish_it(tmp_path: Path, monkeypat
         store = LocalStore(str(disk))
         store.put("there", b"something")
         fill(disk / "fill")
-        told = Failures(Channel(right), store, 1, slack_s=LONG_S)
+        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S)
         giving_up = threading.Thread(target=told.give_up, args=(SAVE, StoreFull("no room")))
         giving_up.start()
         [event] = Channel(left).receive(LONG_S / 2)
