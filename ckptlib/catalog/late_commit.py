@@ -49,7 +49,7 @@ def stay_or_take_back(
         if live or late:
             _check_not_condemned(catalog, manifest)
         if late:
-            _check_all(catalog, manifest, orphaned, is_own)
+            _check_all(catalog, manifest, orphaned)
     except SaveFailed as error:
         if not is_own:
             raise _stays(error) from error
@@ -110,18 +110,16 @@ def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
         raise SaveFailed(f"step {save.step}: a sweep has deleted its parts")
 
 
-def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool, is_own: bool) -> None:
-    """All of its parts, and what it uses of other saves. A manifest that did not come just now has kept that since: a
-    sweep may have dropped, by right, the step that kept it before."""
+def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
+    """All of its parts, and what it uses of other saves. Since the manifest came, that has kept it: a sweep may have
+    dropped, by right, the step that kept it before."""
+    save = manifest.save
     _check_parts(catalog, manifest)
-    if is_own:
-        check_kept(catalog, manifest, orphaned)
-        return
-    put = catalog.store.entry(manifest.save.manifest_key)
+    put = catalog.store.entry(save.manifest_key)
     if put is None:
-        raise SaveFailed(f"step {manifest.save.step}: its manifest is not there any more")
+        raise SaveFailed(f"step {save.step}: its manifest is not there any more")
     check_kept(catalog, manifest, orphaned, put.modified)
-    check_packs(catalog, manifest.save, manifest.parts)
+    check_packs(catalog, save, manifest.parts)
 
 
 def _check_parts(catalog: Catalog, manifest: Manifest) -> None:

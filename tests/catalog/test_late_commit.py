@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from helpers.actors import ActorStore, Crash, no_chance
 from helpers.overwriting import OverwritingStore
 from helpers.plain_reader import body_of
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
+from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
@@ -163,6 +164,43 @@ def test_a_step_whose_answer_was_lost_as_the_machine_slept_is_one_where_it_came_
     assert writer.committer.may_have_put(save.id) is not is_whole
     if lost == "nothing":
         job.check()
+
+
+class AnsweringStore(ActorStore):
+    """Calls `answers` before an operation that was done is answered."""
+
+    answers: Callable[[str, str], None]
+
+    @override
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
+        with super()._around(op, key, data) as given:
+            yield given
+        self.answers(op, key)
+
+
+def test_a_step_whose_answer_came_late_is_not_taken_back(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been listed since its manifest came, and somebody may have come to rely on it."""
+    save, keep, store = job.save(), Keep(last=2, grace=GRACE), AnsweringStore(job.store)
+    wall, slept = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def answers(op: str, key: str) -> None:
+        nonlocal slept
+        if op == "put" and key == save.id.manifest_key:
+            job._committed(save.id)
+            another_commits(job)
+            job.sweep(keep)
+            slept = 2 * DEADLINE_S
+            job.advance(slept)
+
+    store.answers = answers
+    committer = Committer(Catalog(store))  # type: ignore[arg-type]
+    committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert slept
+    job.check()
+    job.settle(keep)
+    assert {other.step for other in job.listed} == {2, 3}
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
