@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.history import history
 from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.format import keys
 from ckptlib.format.documents import decode, encode
-from ckptlib.format.keys import GenerationId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.values import Json
 from ckptlib.stores import Store
@@ -79,16 +80,42 @@ def noted_ids(disk: Store) -> set[GenerationId]:
 
 
 def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
-    """Those whose record may be put, oldest first: no other job has put its own since they began. Raises StoreError.
+    """Those whose record may be put, oldest first. Raises StoreError.
 
-    Where the store has a generation that the job did not know of, another job went on without these steps. Of a job
-    that did not note what it knew: where the store knows of its number or a higher one.
+    Where the store has a generation that the job did not know of, another job went on without these steps: the record
+    is not put. Of a job that did not note what it knew: where the store knows of its number or a higher one.
+
+    Nor is it put where an older job, as one that was suspended, has committed steps meanwhile that the record would
+    hide: nothing told that job to stop, and somebody relies on them. What the job itself left out, as it went on from
+    an earlier step, is no reason.
     """
     by_id = {begun.record.id: begun for begun in noted}
     if not by_id:
         return []
-    ids = {*catalog.generation_ids(), *(save.generation for save in catalog.saves())}
-    return [by_id[generation] for generation in sorted(by_id) if _may_begin(by_id[generation], ids)]
+    saves = catalog.saves()
+    ids = catalog.generation_ids()
+    begun_there = {*ids, *(save.generation for save in saves)}
+    found = [by_id[generation] for generation in sorted(by_id) if _may_begin(by_id[generation], begun_there)]
+    if not found:
+        return []
+    records, _ = catalog.records(saves, newer=True, ids=ids)
+    visible = history(saves, records)
+    entering: list[Begun] = []
+    for begun in found:
+        record = _as_put(begun, visible, records)
+        first = SaveId(begun.first_step, record.id)
+        hidden = {*visible} - {*history([*saves, first], {**records, record.id: record})}
+        since = sorted(save for save in hidden if begun.seen is None or not begun.seen.knew(save))
+        if since:
+            log.warning(
+                "%s: the steps of generation %s on local disks are not used: an older job has committed %s since that "
+                "one began. Two jobs have used one root",
+                *(catalog.store.url, record.id, since[-1]),
+            )
+            continue
+        records[record.id] = record
+        entering.append(begun)
+    return entering
 
 
 def _may_begin(begun: Begun, ids: Collection[GenerationId]) -> bool:
@@ -96,3 +123,11 @@ def _may_begin(begun: Begun, ids: Collection[GenerationId]) -> bool:
     if begun.seen is None:
         return own.number > max((generation.number for generation in ids), default=0)
     return own not in ids and not begun.seen.begun_since(ids, own)
+
+
+def _as_put(begun: Begun, visible: Iterable[SaveId], records: Collection[GenerationId]) -> Generation:
+    """The record with the step that it goes on from, as `writer.generation` puts it."""
+    origin = begun.record.resumed_from
+    if origin is not None and origin.generation in records:
+        return begun.record
+    return replace(begun.record, resumed_from=max((s for s in visible if s.step < begun.first_step), default=None))

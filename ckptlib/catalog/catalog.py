@@ -373,9 +373,9 @@ class Catalog:
 
     # Writing
 
-    def next_generation(self, saves: Iterable[SaveId] | None = None) -> GenerationId:
-        """A number above all others. Nothing is put yet. `saves`: the committed ones, where listed before."""
-        return successor(self.generation_ids(), self.saves() if saves is None else saves)
+    def next_generation(self) -> GenerationId:
+        """A number above all others. Nothing is put yet."""
+        return successor(self.generation_ids(), self.saves())
 
     def put_generation(self, generation: Generation) -> None:
         """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden.

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ckptlib.format import keys
 from ckptlib.format.documents import Fields
-from ckptlib.format.keys import GenerationId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.values import Json
 
 
@@ -26,18 +26,28 @@ class KnownGenerations:
     left: tuple[GenerationId, ...] = ()
     """Those above it that had left slots, writers or local steps on the job's hosts. Their records may come yet, from a
     writer that goes on alone, or from the job itself."""
+    last: SaveId | None = None
+    """The newest step of the history then; None: there was none, or an earlier ckptlib did not note it."""
 
     def begun_since(self, ids: Iterable[GenerationId], own: GenerationId) -> list[GenerationId]:
         """Those of `ids` that this job, `own`, did not know of; ascending. One with a lower number than the newest is
         older, and may save no more."""
         return sorted(id for id in {*ids} - {own, *self.left} if id.number > self.newest)
 
+    def knew(self, save: SaveId) -> bool:
+        """Whether this step of the history was there. A job saves its steps in their order, and numbers of generations
+        ascend along a history."""
+        last = self.last
+        return last is not None and save.step <= last.step and save.generation <= last.generation
+
     def to_json(self) -> Json:
-        return {"newest": self.newest, "left": [str(generation) for generation in self.left]}
+        left = [str(generation) for generation in self.left]
+        return {"newest": self.newest, "left": [*left], "last": None if self.last is None else str(self.last)}
 
     @classmethod
     def from_json(cls, data: Json, where: str) -> Self:
         """Its inverse. Raises FormatError."""
         fields = Fields(data, where)
         left = map(keys.parse_generation, fields.texts("left"))
-        return cls(fields.integer("newest", 0, keys.MAX_GENERATION), tuple(left))
+        last = None if fields.get("last") is None else keys.parse_save(fields.text("last"))
+        return cls(fields.integer("newest", 0, keys.MAX_GENERATION), tuple(left), last)

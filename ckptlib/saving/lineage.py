@@ -20,6 +20,7 @@ import torch
 from ckptlib._version import __version__
 from ckptlib.catalog.begun import noted_ids
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.history import history, successor
 from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.errors import CheckpointNotFound, StoreError
@@ -88,28 +89,34 @@ class Lineage:
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId, KnownGenerations]:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
-            self._catalog.check_versions()
-            saves = self._catalog.saves()
-            generation = self._catalog.next_generation(saves)
-            return root.encode() + f"{generation}-{len(saves)}".encode()
+            saves = self._catalog.saves()  # first: who commits has put its record
+            ids = self._catalog.generation_ids()
+            self._catalog.check_versions(ids)
+            records, _ = self._catalog.records(saves, newer=True, ids=ids)
+            last = max(history(saves, records), default="")
+            return root.encode() + f"{successor(ids, saves)} {len(saves)} {last}".encode()
 
         document, _, tail = by_rank_0(self._group, "opening the root", make).rpartition(b"\n")
-        number, nonce, num_saves = tail.decode().split("-")
+        name, num_saves, last = tail.decode().split(" ")
         self._is_new = num_saves == "0"
         root = Root.decode(document + b"\n", keys.ROOT)
         left = together(self._group, "opening the root", lambda: self._check_seen(root))
-        known = self._known(int(number) - 1, left)
-        above = max((generation.number for generation in known.left), default=0) + 1
-        return root, GenerationId(max(int(number), above), nonce), known
+        generation = keys.parse_generation(name)
+        known = KnownGenerations(
+            generation.number - 1,
+            self._left_above(generation.number - 1, left),
+            keys.parse_save(last) if last else None,
+        )
+        above = max((other.number for other in known.left), default=0) + 1
+        return root, replace(generation, number=max(generation.number, above)), known
 
-    def _known(self, newest: int, left: set[GenerationId]) -> KnownGenerations:
+    def _left_above(self, newest: int, left: set[GenerationId]) -> tuple[GenerationId, ...]:
         """`newest`: the highest number in the store. `left`: by other generations, on this host. Collective."""
         later = sorted(str(generation) for generation in left if generation.number > newest)
         if not self._group.any(bool(later)):
-            return KnownGenerations(newest)
+            return ()
         told = self._group.gather(" ".join(later).encode())
-        found = {keys.parse_generation(name) for names in told for name in names.decode().split()}
-        return KnownGenerations(newest, tuple(sorted(found)))
+        return tuple(sorted({keys.parse_generation(name) for names in told for name in names.decode().split()}))
 
     def _check_seen(self, root: Root) -> set[GenerationId]:
         """By one read: that this rank reaches the store, may read it, and that it is the same one.

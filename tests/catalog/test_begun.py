@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from support import make_generation, make_root, make_save, state
 
 from ckptlib.catalog.begun import Begun, note, noted, noted_ids, unrecorded
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format import keys
@@ -17,6 +20,7 @@ from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import flip_bit
+from ckptlib.writer.generation import GenerationRecord
 
 
 def begun(number: int, nonce: str = "a" * 8, origin: SaveId | None = None) -> Begun:
@@ -26,7 +30,7 @@ def begun(number: int, nonce: str = "a" * 8, origin: SaveId | None = None) -> Be
 def test_what_is_noted_is_read_again_and_stands_when_noted_twice(tmp_path: Path) -> None:
     disk = LocalStore(str(tmp_path))
     assert (noted(disk), noted_ids(disk)) == ([], set())
-    seen = KnownGenerations(1, (begun(2).record.id,))
+    seen = KnownGenerations(1, (begun(2).record.id,), SaveId(5, GenerationId(1, "b" * 8)))
     told = [begun(2), replace(begun(3, origin=SaveId(5, GenerationId(1, "b" * 8))), seen=seen)]
     for one in (*told, told[0]):
         note(disk, one)
@@ -78,3 +82,89 @@ def test_a_record_is_put_only_where_no_other_job_has_put_one_since() -> None:
     make_save(catalog, lost, 1, state(1))
     catalog.store.delete(lost.key, keys.copy_key(lost.key))
     assert unrecorded(told, catalog) == []
+
+
+class Hiding(NamedTuple):
+    """What older jobs commit before and after a job began that saved to a local disk only, and died."""
+
+    why: str
+    before: Sequence[tuple[int, int | None, Sequence[int]]]
+    """A generation, the step that it goes on from, and the steps that it commits. REWIND is a rewind."""
+    restored: int | None
+    first: int
+    after: Sequence[tuple[int, int | None, Sequence[int]]]
+    enters: bool
+
+
+REWIND = 12
+
+HIDING = [
+    Hiding("nothing was committed since", [(1, None, (1, 2, 3))], 3, 4, [], True),
+    Hiding("an older job went on beside it", [(1, None, (1, 2, 3))], 3, 4, [(1, None, (4,))], False),
+    Hiding("though not as far", [(1, None, (1, 2, 3))], 3, 6, [(1, None, (4, 5))], False),
+    Hiding("it goes on from a step that was committed late", [(1, None, (1, 2, 3))], 5, 6, [(1, None, (4, 5))], True),
+    Hiding("and from no later one", [(1, None, (1, 2, 3))], 5, 6, [(1, None, (4, 5, 6))], False),
+    Hiding("it left out steps that it knew", [(1, None, (1, 2, 3))], 1, 2, [], True),
+    Hiding("and those that came since", [(1, None, (1, 2, 3))], 1, 2, [(1, None, (4,))], False),
+    Hiding("it did not restore", [(1, None, (1, 2, 3))], None, 1, [], True),
+    Hiding("nor did it know what came since", [(1, None, (1, 2, 3))], None, 1, [(1, None, (4,))], False),
+    Hiding("its first step comes behind", [(1, None, (1, 2, 3))], None, 6, [(1, None, (4, 5))], True),
+    Hiding("or among them", [(1, None, (1, 2, 3))], None, 5, [(1, None, (4, 5))], False),
+    Hiding("the older job had no step yet", [(1, None, ())], None, 1, [(1, None, (1,))], False),
+    Hiding("there was nothing", [], None, 1, [], True),
+    Hiding("a rewind left later steps", [(1, None, range(1, 9)), (REWIND, 3, ())], 3, 4, [], True),
+    Hiding(
+        "behind a rewind it went on",
+        [(1, None, range(1, 9)), (REWIND, 3, ()), (13, 3, (4,))],
+        *(4, 5, [(13, None, (5, 6))], False),
+    ),
+    Hiding("or left that out", [(1, None, range(1, 9)), (REWIND, 3, ()), (13, 3, (4, 5))], 3, 4, [], True),
+    Hiding("one that hosts had left came late", [(1, None, range(1, 6))], 5, 6, [(20, 3, (4,))], False),
+    Hiding("and had no step", [(1, None, range(1, 6))], 5, 6, [(20, 5, ())], True),
+    Hiding("it goes on from that one", [(1, None, range(1, 6)), (2, 3, (4, 5))], 5, 6, [], True),
+    Hiding("which went on", [(1, None, range(1, 6)), (2, 3, (4, 5))], 5, 6, [(2, None, (6,))], False),
+]
+
+
+def commit(catalog: Catalog, rows: Sequence[tuple[int, int | None, Sequence[int]]]) -> None:
+    for number, resumed, steps in rows:
+        of = GenerationId(number, f"{number:08x}")
+        if of not in catalog.generation_ids():
+            origin = None if resumed is None else catalog.resolve(resumed)
+            catalog.put_generation(Generation(of, 1, origin, 0.0, {}, "here", rewind=number == REWIND))
+        for step in steps:
+            make_save(catalog, of, step, state(step))
+
+
+@pytest.mark.parametrize("case", HIDING, ids=[case.why.replace(" ", "-") for case in HIDING])
+def test_a_late_record_hides_no_step_that_an_older_job_has_committed_since(
+    case: Hiding, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oracle commits a step of the job in a copy of the root, and looks what is not listed any more."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    commit(catalog, case.before)
+    known, visible = {*catalog.saves()}, catalog.visible()
+    newest = max((generation.number for generation in catalog.generation_ids()), default=0)
+    own, left = GenerationId(newest + 20, "e" * 8), GenerationId(20, f"{20:08x}")
+    seen = KnownGenerations(newest, (left,), max(visible, default=None))
+    origin = None
+    if case.restored is not None:  # committed by then, or in memory
+        committed = [save for save in visible if save.step == case.restored]
+        origin = committed[0] if committed else SaveId(case.restored, visible[-1].generation)
+    told = Begun(Generation(own, 1, origin, 0.0, {}, "host"), case.first, origin is None, seen)
+    commit(catalog, case.after)
+    assert unrecorded([told], catalog) == ([told] if case.enters else [])
+    assert ("are not used" in caplog.text) == (not case.enters)
+    unread = replace(told, seen=KnownGenerations.from_json({"newest": newest, "left": [str(left)]}, "an old note"))
+
+    copy = MemoryStore()
+    for entry in store.scan(""):
+        copy.put(entry.key, store.get(entry.key))
+    there = Catalog(copy)
+    before = {*there.visible()}
+    GenerationRecord(told.record, there.root().id, case.first, told.continues).put(there)
+    make_save(there, own, case.first, state(case.first))
+    hidden = before - {*there.visible()}
+    assert (hidden <= known) == case.enters
+    assert unrecorded([unread], catalog) == ([] if hidden else [unread]), "what it knew is not known"

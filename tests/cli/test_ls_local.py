@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import Ckptlib, files
-from support import make_generation, put_parts, state
+from support import make_generation, make_save, put_parts, state
 
 from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog
@@ -90,3 +90,18 @@ def test_steps_of_a_job_that_ended_before_the_store_had_its_record(ckptlib: Ckpt
     assert states() == states("--all") == ["local"]
     make_generation(catalog, 3)
     assert (states(), states("--all")) == ([], ["left behind"])
+
+
+def test_steps_that_would_hide_what_an_older_job_has_committed_since(ckptlib: Ckptlib, root: Path, disk: Path) -> None:
+    on_disk, catalog = LocalStore(str(disk)), Catalog(LocalStore(str(root)))
+    origin, ended = catalog.visible()[-1], GenerationId(2, "d" * 8)
+    note(on_disk, Begun(Generation(ended, 1, origin, 1.5, {}, "host"), 6, False, KnownGenerations(1, (), origin)))
+    put_parts(Catalog(on_disk), ended, 6, state(6))
+
+    def rows(*flags: str) -> list[tuple[int, str]]:
+        found = ckptlib("ls", root, "--local", disk, *flags, "--json").json["steps"]
+        return [(row["generation"], row["state"]) for row in found if row["step"] == 6]
+
+    assert rows() == [(2, "local")]
+    make_save(catalog, origin.generation, 6, state(6))
+    assert (rows(), rows("--all")) == ([(1, "committed")], [(1, "committed"), (2, "left behind")])

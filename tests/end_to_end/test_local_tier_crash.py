@@ -154,6 +154,24 @@ def test_steps_on_disks_of_a_job_without_a_record_are_nothing_once_another_job_w
     assert bench.listed() == [1, 2, 3]
 
 
+def test_steps_that_an_older_job_commits_beside_one_whose_record_never_came_are_restored(bench: Bench) -> None:
+    """It stood still as its successor restored; that one saved to its disk, farther, and was killed."""
+    disk, older = str(bench.directory / "disk"), Bench(bench.directory / "older", bench.root)
+    (job,) = older.start()
+    for step in range(1, 4):
+        if step == 2:
+            bench.fault({"op": "put", "key": "^generations", "action": "error"})
+            _killed_behind_a_step_on_disks(bench, disk, 1, 1, num_steps=3)
+            bench.fault()
+        older.open(step, "settle")
+        job.wait_for("committed", step)
+    older.open(4, "end")
+    assert job.join() == 0
+    (told,) = run(train, bench.directory, 1, url=bench.url, steps=1, local=disk)
+    assert (told[0]["step"], told[0]["skipped"]) == (3, [])
+    assert [info.step for info in ckptlib.checkpoints(str(bench.root))] == bench.listed() == [1, 2, 3, 4]
+
+
 def _killed_behind_a_step_on_disks(bench: Bench, disks: str, size: int, restored: int, num_steps: int = 1) -> None:
     """A job restores a step, saves some more, and all that belongs to it is killed."""
     jobs = bench.start(size, local=disks)
