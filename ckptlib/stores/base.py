@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Buffer, Self
 
-from ckptlib.errors import FormatError, ObjectExists
+from ckptlib.errors import FormatError, ObjectExists, StoreError
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_KEY_LENGTH = 512
@@ -69,6 +69,14 @@ def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -
 def taken(where: str) -> ObjectExists:
     """The error for a key that has an object."""
     return ObjectExists(f"{where}: exists already, and objects are never overwritten; put it under another key")
+
+
+def never_ends(where: str, doing: str) -> StoreError:
+    """The error for a server whose pages do not lead on: it would be asked for the same ones for ever."""
+    return StoreError(
+        f"{where}: cannot {doing}: the server says that there is more, but not where, or gives a page again; it, or a "
+        "proxy in front of it, does not page listings as S3 does: update it, or reach the server past the proxy"
+    )
 
 
 def range_nbytes(where: str, offset: int, nbytes: int | None, size: int) -> int:

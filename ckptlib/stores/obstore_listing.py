@@ -12,7 +12,7 @@ from typing import Any
 import obstore
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-from ckptlib.stores.base import Entry, is_key
+from ckptlib.stores.base import Entry, is_key, never_ends
 from ckptlib.stores.obstore_errors import FOUND, Foreign
 from ckptlib.stores.obstore_requests import Requests
 
@@ -50,9 +50,12 @@ class Listing:
         """And whether nothing of it can be missing."""
         directory, _, name = prefix.rpartition("/")
         found: dict[str, Entry] = {}
-        num = 0
+        num, firsts = 0, set[str]()
         async for metas in self._pages(directory, max(prefix[:-1] if name else "", after)):
             num += len(metas)
+            if metas[0]["path"] in firsts:  # the client itself would go on for ever
+                raise never_ends(f"{self._requests.url}/{prefix}", "list")
+            firsts.add(metas[0]["path"])
             for meta in metas:
                 key = self._key(meta)
                 if self._in_order and name and _is_behind(key, directory, name):

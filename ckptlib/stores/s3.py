@@ -11,7 +11,17 @@ from typing_extensions import Buffer, override
 
 from ckptlib.errors import StoreDenied, StoreError
 from ckptlib.stores import io_limits
-from ckptlib.stores.base import Entry, LateHead, Store, as_bytes, check_key, check_prefix, check_range, is_key
+from ckptlib.stores.base import (
+    Entry,
+    LateHead,
+    Store,
+    as_bytes,
+    check_key,
+    check_prefix,
+    check_range,
+    is_key,
+    never_ends,
+)
 from ckptlib.stores.s3_client import Call, S3Client
 from ckptlib.stores.s3_errors import code_of, meaning_of, status_of
 from ckptlib.stores.s3_read import Reading
@@ -108,17 +118,19 @@ class S3Store(Store):
         if start:
             where["StartAfter"] = root + start
         entries: list[Entry] = []
+        firsts: set[str] = set()
         while True:
             page = await self._client.ask(call, "list_objects_v2", where)
-            for found in page.get("Contents", ()):
+            contents = page.get("Contents", ())
+            for found in contents:
                 entries.append(Entry(found["Key"][len(root) :], int(found["Size"]), found["LastModified"].timestamp()))
             if not (whole and page.get("IsTruncated")):
                 return entries
             token = page.get("NextContinuationToken")
-            if not token or token == where.get("ContinuationToken"):
-                raise StoreError(
-                    f"{self.url}/{call.key}: cannot list: the server says that there is more, but not where"
-                )
+            seen = {found["Key"] for found in contents[:1]}
+            if not token or token == where.get("ContinuationToken") or seen & firsts:
+                raise never_ends(f"{self.url}/{call.key}", call.doing)
+            firsts |= seen
             where["ContinuationToken"] = token
 
     @override
@@ -173,9 +185,11 @@ class S3Store(Store):
                     await self._abort(upload["Key"], upload["UploadId"])
             if not page.get("IsTruncated"):
                 return
-            where["KeyMarker"] = page["NextKeyMarker"]
-            if "NextUploadIdMarker" in page:  # not of a directory bucket
-                where["UploadIdMarker"] = page["NextUploadIdMarker"]
+            names = ("KeyMarker", "UploadIdMarker")  # of a directory bucket the first alone
+            marks = {name: page[f"Next{name}"] for name in names if page.get(f"Next{name}")}
+            if "KeyMarker" not in marks or marks.items() <= where.items():
+                raise never_ends(f"{self.url}/{call.key}", call.doing)
+            where |= marks
 
     async def _abort(self, key: str, upload: str) -> None:
         try:
