@@ -117,22 +117,29 @@ class ObstoreStore(Store):
     def _create(self, key: str, path: str, body: Pieces, deadline: float | None) -> None:
         """An answer may get lost; the request that is sent again then finds the object that it wanted to create.
 
-        The client takes 501 for an outage, and sends again for RETRY_S. So the first one of all is sent once by itself.
+        The client takes 501 for an outage, and sends again for RETRY_S. So the first one of all is sent once by itself;
+        again and again by itself where the answer is 503 or the like, behind which 501 may come.
         """
-        tries = 0
+        tries, retries = 0, Retries(deadline)
 
         async def create() -> None:
             nonlocal tries
-            for once in [True, False] if self._creates is None else [False]:
+            once = self._creates is None
+            while True:
                 tries += 1
                 try:
                     await self._put_whole(path, body, once, mode="create")
                 except BaseError as error:
-                    if Failure.of(error).is_unknown:
+                    failure = Failure.of(error)
+                    if failure.is_unknown:
                         raise NoSuchRequest from None
                     if isinstance(error, AlreadyExistsError):
                         self._creates = True
-                    elif once:
+                    elif once and not failure.is_busy:
+                        once = False
+                        continue
+                    elif once and (wait_s := retries.wait_s()) is not None:
+                        await asyncio.sleep(wait_s)
                         continue
                     raise
                 self._creates = True

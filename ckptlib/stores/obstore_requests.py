@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -37,14 +37,17 @@ class Requests:
         self.quick = client.open(io_limits.RUN_BYTES, True, min(io_limits.NOWHERE_S, retry_s), **one_by_one)
         """A hasty one, until the server has answered."""
         self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
-        self._open_uploads = partial(client.open, idle=False, retry_s=retry_s)
+        self._open_uploads = cache(partial(client.open, idle=False, retry_s=retry_s))
         self._open_once = partial(client.open, retry_s=0.0)
         self.uploads = self._open_uploads(io_limits.PART_NBYTES)
         self.loop = ClientLoop("ckptlib-obstore")
 
     def uploads_of(self, part_nbytes: int) -> Any:
-        """For parts of this size."""
-        return self.uploads if part_nbytes <= io_limits.PART_NBYTES else self._open_uploads(part_nbytes)
+        """For parts of this size, or of up to twice as much: a few clients are kept, which keep their connections."""
+        nbytes = io_limits.PART_NBYTES
+        while nbytes < part_nbytes:
+            nbytes *= 2
+        return self._open_uploads(nbytes)
 
     def deletes(self, num: int) -> Any:
         """For so many objects, by as few requests as may be."""

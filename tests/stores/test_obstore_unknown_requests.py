@@ -86,6 +86,14 @@ def test_a_create_that_is_not_known_is_asked_for_once(swift: Swift, store: Store
     assert swift.bodies == [bytes(nbytes), b"another"]
 
 
+@pytest.mark.parametrize("nbytes", [10, PART_NBYTES - 1])
+def test_a_create_that_is_not_known_is_asked_for_until_it_is_answered(swift: Swift, store: Store, nbytes: int) -> None:
+    swift.busy = 1
+    store.put("a", bytes(nbytes), create=True)
+    assert swift.asked == [{"if-none-match"}, {"if-none-match"}, set()]
+    assert swift.bodies == [bytes(nbytes)]
+
+
 def test_a_create_that_is_known_is_asked_for_each_time(swift: Swift, store: Store) -> None:
     swift.unknown, swift.busy = {}, 1
     for body in (b"a", b"b"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ckptlib.stores import io_limits, open_store
+from ckptlib.stores import Store, io_limits, open_store
 
 IDLE_S = 0.3
 ANSWER_S = 1.5
@@ -18,16 +20,20 @@ ANSWER_S = 1.5
 class _Slow(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     bodies: list[bytes]
+    connections: set[object]
+    """Addresses of the client."""
     swallows: bool
     """The first request is never answered."""
+    answer_s: float
 
     def do_POST(self) -> None:
+        self.connections.add(self.client_address)
         self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
         if self.swallows and len(self.bodies) == 1:
             self.rfile.read(1)  # until the client gives it up
             self.close_connection = True
             return
-        threading.Event().wait(0.0 if self.swallows else ANSWER_S)
+        threading.Event().wait(self.answer_s)
         gone = b"".join(b"<Deleted>%s</Deleted>" % key for key in re.findall(rb"<Key>.*?</Key>", self.bodies[-1]))
         told = b'<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">%s</DeleteResult>' % gone
         self.send_response(200)
@@ -49,14 +55,31 @@ def test_a_deletion_of_many_objects_is_sent_once(client: str, swallows: bool, mo
     monkeypatch.setattr(io_limits, "DELETE_S", 0.001 if swallows else io_limits.DELETE_S)
     monkeypatch.setattr(io_limits, "SLOWEST_BPS", 1e9 if swallows else 1e8)
     num = 500 if swallows else 300
-    handler = type("Slow", (_Slow,), {"bodies": [], "swallows": swallows})
+    with opened(client, swallows, 0.0 if swallows else ANSWER_S) as (store, handler):
+        store.delete(*(f"k/{n:03d}" for n in range(num)))
+    assert [body.count(b"<Key>") for body in handler.bodies] == [num] * (1 + swallows)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_deletions_share_connections(client: str) -> None:
+    """A client that is made anew for each would connect, and look for credentials, each time."""
+    with opened(client, False, 0.0) as (store, handler):
+        for num in range(900, 1000, 10):
+            store.delete(*(f"k/{n:03d}" for n in range(num)))
+    assert len(handler.bodies) == 10
+    assert len(handler.connections) < 10
+
+
+@contextmanager
+def opened(client: str, swallows: bool, answer_s: float) -> Iterator[tuple[Store, type[_Slow]]]:
+    """A store, and what its server remembers."""
+    handler = type("Slow", (_Slow,), {"bodies": [], "connections": set(), "swallows": swallows, "answer_s": answer_s})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
         more = {"client": client} if client == "obstore" else {}
         with open_store("s3://bucket/run", {**options, **more}) as store:
-            store.delete(*(f"k/{n:03d}" for n in range(num)))
+            yield store, handler
         server.shutdown()
         thread.join()
-    assert [body.count(b"<Key>") for body in handler.bodies] == [num] * (1 + swallows)
