@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def _batches_given(part: object, is_fresh: bool) -> object:
-    """Of a loader. Ours counts from where it was made or loaded; torchdata's StatefulDataLoader from the epoch's begin,
-    which tells on a fresh run only."""
-    iterator = getattr(part, "_iterator", None) if is_fresh else None
+    """Of a loader. Ours counts from where it was made or loaded; torchdata's StatefulDataLoader and nodes.Loader from
+    the epoch's begin, which tells on a fresh run only."""
+    iterator = getattr(part, "_iterator", getattr(part, "_it", None)) if is_fresh else None
     return getattr(part, "batches_given", getattr(iterator, "_num_yielded", 0))
 
 

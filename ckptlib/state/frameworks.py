@@ -6,6 +6,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ _LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 """The base of DataLoaderShard and DataLoaderDispatcher."""
 
 _STATEFUL_LOADERS = {("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
-_COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS
+_NODE_LOADERS = {("torchdata.nodes.loader", "Loader")}
+_COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS | _NODE_LOADERS
 
 
 def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, str] | None:
@@ -78,6 +80,8 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
 
     A data loader of accelerate tells the state of its last batch, also when it was given another one since: what is
     saved between a load and the first batch, as by `Checkpointer.restore` with peers, would begin the epoch anew.
+
+    A Loader of torchdata.nodes is put to its place at once: see `_put_to_place`.
     """
 
     def load(state: object) -> None:
@@ -96,7 +100,42 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
 
     if known_class(node, _LOADERS):
         return load_adapter
+    if known_class(node, _NODE_LOADERS):
+        return partial(_put_to_place, node)
     return load if known_class(node, _STATEFUL_LOADERS) else node.load_state_dict
+
+
+def _put_to_place(loader: Any, state: object) -> None:
+    """Has a Loader of torchdata.nodes, and each iterator over it, go on from a saved place.
+
+    `load_state_dict()` alone leaves that to a later `iter()`. The next one gives the iterator that `state_dict()` made,
+    where that stands, which is the begin: every state is looked at once before it is restored.
+
+    At the end of an epoch, torchdata begins the next one in `iter()`. To know of the end it draws an item, before the
+    random generators are put back, and from then on its state is that of the end. Here the first batch begins it.
+    """
+    restarts = loader.restart_on_stop_iteration
+    loader.load_state_dict(state)
+    loader._iter_for_state_dict, loader.restart_on_stop_iteration = False, False
+    try:
+        iterator = iter(loader)
+    finally:
+        loader.restart_on_stop_iteration = restarts
+    iterator._cached_state_dict = None
+    loader._iter_for_state_dict = True  # the next iter() leaves it where it is
+
+    def first() -> object:
+        del iterator.next
+        loader._iter_for_state_dict = False  # one who had this iterator before has not called iter() since
+        try:
+            return iterator.next()
+        except StopIteration:
+            if not restarts:
+                raise
+            iterator.reset(None)
+            return iterator.next()
+
+    iterator.next = first
 
 
 def _is_being_read(loader: Any) -> bool:
