@@ -43,6 +43,7 @@ from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
+from ckptlib.recovery.not_closed import await_others
 from ckptlib.recovery.skipped import Skipped, problem
 from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.saving.session import Session
@@ -112,6 +113,7 @@ def restore(
     order = LoadOrder(state, strict=strict, device=device, only=part.only, rename=part.map, optional=part.optional)
     load = partial(_load, session, order)
     laps = Laps()
+    await_others(session)
     inventory = _look_around(session)
     laps.end("look")
     _await_orphans(session, newest_in_memory(session, inventory) if step is None else None)

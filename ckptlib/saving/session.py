@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -58,6 +59,10 @@ WHOLE_EVERY = 20
 """Every so many saves, all replicated tensors are digested whole, those of optimizers too."""
 
 
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Of this process. What is dropped without `close` leaves its writer as a killed process does."""
+
+
 class Session:
     """Opened by all ranks together; closed by each."""
 
@@ -93,6 +98,7 @@ class Session:
             opened.callback(self.snapshots.close, clean=False)
             opened.callback(self.writer.leave)  # it has no order yet, so nothing is lost with it
             self._assemble(on_event)
+            _open.add(self)
             opened.pop_all()
 
     def _open_root(self, kind: Callable[[], str]) -> None:
@@ -172,6 +178,11 @@ class Session:
     def place(self) -> SaveId | None:
         """What the next save comes behind; None: no save of this process, nor any that it went back to."""
         return self.follows if self.newest_step < 0 else SaveId(self.newest_step, self.generation)
+
+    @property
+    def others(self) -> list[Session]:
+        """Those of the same root that this process has not closed."""
+        return [other for other in _open if other is not self and other.root.id == self.root.id and not other.closed]
 
     # What a save asks for, in this order; see `checkpoint.save_step`
 

@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -66,6 +67,8 @@ class Slot(ReadableSlot):
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
         fcntl.lockf(fd, fcntl.LOCK_SH, 1, _ALIVE)
+        self._release = weakref.finalize(self, os.close, fd)  # also where who has it forgot to close
+        self._release.atexit = False
 
     @classmethod
     def create(cls, directory: Path, prefix: str, capacity: int) -> Self:
@@ -240,9 +243,8 @@ class Slot(ReadableSlot):
 
     def close(self) -> None:
         """Unmaps and drops the locks. Views of the body keep the mapping alive until they are gone."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd = -1
+        self._release()  # once
 
     def empty(self) -> None:
         """Gives the memory back now, whoever has it open still; what they read from here on is zeros."""

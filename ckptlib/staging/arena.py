@@ -6,6 +6,7 @@ A slot is overwritten only when every rank holds a newer snapshot and nobody rea
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -173,6 +174,7 @@ class Arena:
         with running_on(self._pinning.processors()):
             slot = self._make_somewhere(nbytes)
             OPEN.add(slot.path)
+            weakref.finalize(slot, OPEN.discard, slot.path).atexit = False  # of a job that nobody closed
             slot.prefault()
         self._pinning.pin(slot)
         return slot

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 
@@ -84,6 +85,8 @@ class Writer:
             if isinstance(error, OSError):
                 raise SaveFailed(no_start(error)) from error
             raise
+        if unread is not None:  # dropped by a job that nobody closed, it leaves its process to itself
+            weakref.finalize(self, unread.close).atexit = False
 
     def _start(self, wait_s: float = 0.0) -> None:
         """Raises OSError; the one before stays, which is closed."""
@@ -200,6 +203,12 @@ class Writer:
         """Whether it commits a save, or removes old steps: that costs the training as well, if no core is idle."""
         with self._lock:
             return self._sweeps > 0 or bool(self._open.of("commit"))
+
+    @property
+    def awaited(self) -> set[str]:
+        """Saves that a restart on this host can go on from once this writer is done with them."""
+        with self._lock:
+            return {order["save"] for order in self._open.of("expect", "persist", "commit")}
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
         """Asks for the outcome of a save of another committer; the answer is `committed`, `failed` or `undecided`."""

@@ -1,0 +1,64 @@
+"""Other Checkpointers of this process that save to the same root, and that nobody has closed.
+
+Slots and locks tell a job of the writers of other processes only. What this process writes itself it must ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ckptlib.errors import WaitTimeout
+from ckptlib.format.keys import parse_save
+from ckptlib.ranks.together import together_at_length
+from ckptlib.saving.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def await_others(session: Session) -> None:
+    """Waits until what they have under way by now is saved, or has failed: a restore would take an older step, or
+    begin anew, and the first save after it would be their end. Collective. Raises WaitTimeout.
+    """
+
+    def wait() -> None:
+        for other in session.others:
+            _await(other)
+            _warn_of_memory(other)
+
+    together_at_length(session.group, "waiting for saves of a Checkpointer that is not closed", wait)
+
+
+def _await(other: Session) -> None:
+    timeout_s = 1.5 * other.root.save_deadline_s  # longer than any save may take
+    other.outcomes.poll()
+    deadline, asked = time.monotonic() + timeout_s, other.writer.awaited
+    if not asked:
+        return
+    steps = ", ".join(str(step) for step in sorted(parse_save(save).step for save in asked))
+    what = (
+        f"{other.store.url}: another Checkpointer, or `ckptlib.save_async`, of this process still writes step {steps}"
+    )
+    log.warning(
+        "%s; restore waits for it. Close a Checkpointer, by `with` or `close`, before you make another one of its root",
+        what,
+    )
+    while asked & other.writer.awaited:
+        other.outcomes.poll(0.05)
+        if time.monotonic() > deadline:
+            raise WaitTimeout(
+                f"{what}, which has not ended within {timeout_s:.0f} s: {other.outcomes.waits_for()}. Nothing was "
+                "restored. Close that Checkpointer and make this one again, or start the program again"
+            )
+
+
+def _warn_of_memory(other: Session) -> None:
+    """It has its slots open, so that nobody else in this process may look into them."""
+    newest = other.snapshots.own.newest
+    if other.settings.peers is not None and newest > other.newest_step:
+        log.warning(
+            "%s: another Checkpointer of this process, which is not closed, has step %d in memory only, from where "
+            "this one cannot restore it. To go on from there, call its `save` and `close` first",
+            other.store.url,
+            newest,
+        )
