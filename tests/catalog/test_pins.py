@@ -338,10 +338,14 @@ def test_a_live_job_that_was_suspended_as_it_looked_for_a_newer_one_drops_nothin
     assert catalog.saves() == saves
 
 
+@pytest.mark.parametrize("listing", [1, 2], ids=["what_there_is", "what_goes"])
 def test_a_sweep_that_was_suspended_deletes_no_record_that_was_put_meanwhile(
-    made: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    made: MemoryStore, monkeypatch: pytest.MonkeyPatch, listing: int
 ) -> None:
-    """It listed a stale one, and deletes by name. The new one is of a sweep that is about to delete the manifest."""
+    """It listed a stale one, and deletes by name. The new one is of a sweep that is about to delete the manifest.
+
+    `listing`: of trash records, the one behind which it is suspended.
+    """
     target = target_of(made)
     made.put(target.trash_key, TrashRecord(target, "interrupted").encode())
     age(made, STALE_S)
@@ -355,7 +359,7 @@ def test_a_sweep_that_was_suspended_deletes_no_record_that_was_put_meanwhile(
             nonlocal slept, num_listed
             found = scan(prefix, after)
             num_listed += prefix == keys.TRASH
-            if num_listed == 2 and not slept:  # at first, it has looked what there is
+            if num_listed == listing and not slept:
                 slept = 0.6 * Catalog(made).root().save_deadline_s
                 blind.go(lambda operation: operation == ("delete", target.manifest_key))
             return found
