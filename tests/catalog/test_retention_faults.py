@@ -155,15 +155,25 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
 class Overtaken(LocalStore):
     """Another process saves right before a layout is deleted."""
 
-    def __init__(self, path: str, happens: Callable[[], object]) -> None:
+    def __init__(self, path: str, happens: Callable[[], SaveId], can_be_read: bool) -> None:
+        """`can_be_read`: whether the step that comes to be there can."""
         super().__init__(path)
-        self._happens: Callable[[], object] | None = happens
+        self._happens: Callable[[], SaveId] | None = happens
+        self._can_be_read = can_be_read
+        self._unreadable = ""
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        if key == self._unreadable:
+            raise ObjectUnreadable(f"{key}: Input/output error")
+        return super().get(key, offset, nbytes)
 
     @override
     def delete(self, *names: str) -> None:
         if self._happens is not None and any(name.startswith(keys.LAYOUTS) for name in names):
             happens, self._happens = self._happens, None
-            happens()
+            save = happens()
+            self._unreadable = "" if self._can_be_read else save.manifest_key
         super().delete(*names)
 
 
@@ -204,17 +214,18 @@ def test_a_layout_that_cannot_be_read_stays_and_hinders_no_sweep(tmp_path: Path)
     assert listed_steps_are_whole(store) == [2]
 
 
-def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("can_be_read", [True, False])
+def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path, can_be_read: bool) -> None:
     """As of a job that goes back to an earlier number of ranks: its step had lost the layout and did not load."""
     store = LocalStore(str(tmp_path))
     last = make_unnamed_layout(store)
 
-    def start_again() -> None:
+    def start_again() -> SaveId:
         other = Catalog(LocalStore(str(tmp_path)))
         other.root()
-        make_save(other, make_generation(other, 2, resumed_from=last), 3, state(3), world_size=2)
+        return make_save(other, make_generation(other, 2, resumed_from=last), 3, state(3), world_size=2)
 
-    swept = sweep(Catalog(Overtaken(str(tmp_path), start_again)), Keep(last=3), None)
+    swept = sweep(Catalog(Overtaken(str(tmp_path), start_again, can_be_read)), Keep(last=3), None)
     assert not [entry for entry in swept.deleted if "layouts/" in entry.key]
     assert listed_steps_are_whole(store) == [2, 3]
     assert len([*store.scan(keys.LAYOUTS)]) == len([*store.scan(keys.copy_key(keys.LAYOUTS))]) == 2
