@@ -28,9 +28,10 @@ from support import (
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.clock import CLOCK
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.retention import drop_unkept, sweep
-from ckptlib.errors import ObjectUnreadable, StoreFull
+from ckptlib.errors import ObjectUnreadable, StoreFull, Superseded
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
@@ -260,6 +261,30 @@ def test_a_record_that_another_sweep_left_meanwhile_is_no_reason_to_delete_at_on
     sweep(Catalog(store), Keep(last=1), None)
     assert not store.scan(saves[0].packs_prefix)
     assert listed_steps_are_whole(store) == [2]
+
+
+def test_a_sweep_stops_where_a_newer_job_begins_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever that is, it deletes no more than it was about to."""
+    monkeypatch.setattr("ckptlib.catalog.retention.BATCH", 1)
+    made = MemoryStore()
+    with no_chance():
+        generation = make_busy_root(made)
+    stopped = 0
+    for num in range(200):
+        store = copy_of(made, Path())
+        assert isinstance(store, MemoryStore)
+        with no_chance(), Actor(store, lambda store: sweep(Catalog(store), Keep(last=1), generation)) as sweeper:
+            sweeper.go_on(num)
+            if sweeper.done:
+                break
+            make_generation(Catalog(store), 2, Catalog(store).saves()[-1])
+            before = all_keys(store)
+            sweeper.go()
+        gone = {key for key in before - all_keys(store) if not key.startswith(CLOCK)}
+        assert len(gone) <= 1, (num, gone)
+        stopped += isinstance(sweeper.error, Superseded)
+    assert sweeper.done
+    assert stopped > 20
 
 
 def test_a_stale_record_is_put_back_where_another_sweep_has_dropped_the_step_meanwhile() -> None:
