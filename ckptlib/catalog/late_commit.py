@@ -14,17 +14,21 @@ So one of the two sees the other, whatever the clocks say.
 
 A committer may end between the two. Nobody knows then how late its manifest came, and it is not taken back: somebody
 may have come to rely on it. Whoever finds it looks for all that it names, and says that the save failed where some of
-that is gone. No torch.
+that is gone. A step whose committer has put the record by which it takes it back is taken back by whoever tries next.
+No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import check_there
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.catalog.uses import TAKEN_BACK, check_kept
 from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, SaveFailed
 from ckptlib.format.keys import PartName, SaveId
@@ -52,7 +56,7 @@ def stay_or_take_back(
             _check_all(catalog, manifest, orphaned)
     except SaveFailed as error:
         if not is_own:
-            raise _stays(error) from error
+            _finish_or_stay(catalog, save, error)
         take_back(catalog, save)
         why = (
             "Its manifest came so long after its parts were proved: was the machine suspended, or the store out of "
@@ -71,14 +75,20 @@ def check_found(catalog: Catalog, manifest: Manifest) -> None:
         _check_parts(catalog, manifest)
         check_packs(catalog, manifest.save, manifest.parts)
     except SaveFailed as error:
-        raise _stays(error) from error
+        _finish_or_stay(catalog, manifest.save, error)
 
 
-def _stays(error: SaveFailed) -> SaveFailed:
-    return SaveFailed(
+def _finish_or_stay(catalog: Catalog, save: SaveId, error: SaveFailed) -> NoReturn:
+    """Of a step that lacks something, and that somebody may rely on: unless its committer was about to take it back,
+    and has put the record for that when it ended, or the store went away. Raises SaveFailed."""
+    with suppress(*UNREADABLE):
+        if catalog.trash_record(save).reason == TAKEN_BACK:
+            take_back(catalog, save)
+            raise SaveFailed(f"{error}. The step was about to be taken back, which is done now") from error
+    raise SaveFailed(
         f"{error}. It is listed and may not load: its manifest was put by another one, or some time ago, and stays. "
         "`ckptlib verify` tells what is gone"
-    )
+    ) from error
 
 
 def check_packs(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:

@@ -235,6 +235,33 @@ def test_a_step_behind_which_the_store_was_away_is_looked_at_by_the_next_try(
         job.check()
 
 
+@pytest.mark.parametrize("error", [StoreError("away"), Crash("killed")])
+def test_a_step_that_was_being_taken_back_is_taken_back_by_the_next_try(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Its record says so, and only the manifest was left to go."""
+    save, writer = job.save(), job.writers[0]
+
+    def happens() -> None:
+        another_commits(job)
+        sweep_after_grace(job, 2)
+        writer.store.before = before
+
+    def before(op: str, key: str) -> None:
+        if op == "delete" and key == save.id.manifest_key:
+            writer.store.before = lambda op, key: None
+            raise error
+
+    with pytest.raises(type(error)):
+        commit_asleep(job, save, monkeypatch, happens)
+    assert save.id in job.found_listed()
+    committer = Committer(job.catalog()) if isinstance(error, Crash) else writer.committer
+    with pytest.raises(SaveFailed, match=r"step 2: .* about to be taken back, which is done now"):
+        committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert save.id not in job.found_listed()
+    job.check()
+
+
 @pytest.mark.parametrize("lost", ["nothing", "a pack", "a part", "all"])
 def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_next(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch, lost: str
