@@ -31,7 +31,7 @@ class Sums:
 
     def of(self, body: Body) -> dict[str, str]:
         """Parameters of the request that has this body. Reads all of it."""
-        md5 = {_MD5: base64.b64encode(body.md5).decode()} if _MD5 in self._kinds else {}
+        md5 = _md5(body) if _MD5 in self._kinds else {}
         return {_CRC32: body.crc32, **md5} if _CRC32 in self._kinds else md5
 
     def checked(self, sent: dict[str, str], answer: dict[str, Any]) -> bool:
@@ -51,3 +51,12 @@ class Sums:
             return False
         self._kinds = {_CRC32} if _MD5 in sent else {_MD5}
         return True
+
+
+def fits(sums: dict[str, str], body: Body) -> bool:
+    """Whether they are of this body."""
+    return sums.items() <= {_CRC32: body.crc32, **_md5(body)}.items()
+
+
+def _md5(body: Body) -> dict[str, str]:
+    return {_MD5: base64.b64encode(body.md5).decode()}

@@ -25,6 +25,8 @@ from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body
 from ckptlib.stores.s3_client import Call, S3Client, ended
 from ckptlib.stores.s3_errors import code_of, status_of
+from ckptlib.stores.s3_read import Reading
+from ckptlib.stores.s3_sums import fits
 
 MOST_PARTS = 10_000
 _CREATE: dict[str, object] = {"IfNoneMatch": "*"}
@@ -104,6 +106,8 @@ class Upload:
         self._futures: set[concurrent.futures.Future[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """Of the loop's thread."""
+        self._sent: dict[int, tuple[int, dict[str, str]]] = {}
+        """Bytes of each part, and their sums."""
         self._parts: dict[int, dict[str, object]] = {}
         self._nbytes = 0
 
@@ -132,7 +136,9 @@ class Upload:
         self._wait(io_limits.PARTS_IN_FLIGHT - 1)
         self._nbytes += data.nbytes
         with self._client.failures(self._call):
-            self._futures.add(self._client.start(self._send(number, data, self._client.sums.of(data))))
+            sums = self._client.sums.of(data)
+            self._sent[number] = data.nbytes, sums
+            self._futures.add(self._client.start(self._send(number, data, sums)))
 
     def _wait(self, num_left: int) -> None:
         """Waits until at most so many parts are in flight. Raises the error of any."""
@@ -212,11 +218,26 @@ class Upload:
             )
 
     async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
-        """Whether the object is made of these parts."""
+        """Whether the object is made of these parts. Where its ETag does not tell, as that of rclone, it is read."""
         found = await self._found()
-        if found is None:
+        if found is None or found["ContentLength"] != self._nbytes:
             return False
-        return bool(found["ContentLength"] == self._nbytes and found["ETag"].strip('"') == _etag(parts))
+        return found["ETag"].strip('"') == _etag(parts) or await self._holds_what_was_sent()
+
+    async def _holds_what_was_sent(self) -> bool:
+        """One part at a time, by the sums that it was sent with."""
+        call, at = replace(self._call, doing="get"), 0
+        for _, (nbytes, sums) in sorted(self._sent.items()):
+            part = bytearray(nbytes)
+
+            def place(start: int, chunk: bytes, part: bytearray = part) -> None:
+                part[start : start + len(chunk)] = chunk
+
+            await Reading(self._client, call, at, nbytes, place).run()
+            if not fits(sums, Body([memoryview(part)])):
+                return False
+            at += nbytes
+        return True
 
     async def _found(self) -> dict[str, Any] | None:
         """What the server tells of the object; None where there is none."""

@@ -1,0 +1,125 @@
+"""The answer to the end of an upload is lost, on a server whose ETags say nothing of its parts, as rclone's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from helpers.s3_bucket import PART_NBYTES, scale_limits
+
+from ckptlib.errors import StoreError
+from ckptlib.stores import open_store
+
+HEAD, DATA = b"head" * 1024, os.urandom(2 * PART_NBYTES)
+
+
+class Forgetful(ThreadingHTTPServer):
+    """Joins the parts, resets the connection, and knows nothing of the upload when it is asked again."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.parts: dict[str, bytes] = {}
+        self.data: bytearray | None = None
+        """Of the object, once there is one."""
+        self.flips: int | None = None
+        """In which byte of the object another bit is."""
+        self.knows_crc32 = True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Forgetful
+
+    def do_PUT(self) -> None:
+        self.server.parts[self.path] = self._body()
+        crc32 = self.headers["x-amz-checksum-crc32"] if self.server.knows_crc32 else None
+        self._answer(200, crc32=crc32)
+
+    def do_POST(self) -> None:
+        self._body()
+        if "uploads" in self.path:
+            self._answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
+            return
+        if self.server.data is not None:
+            self._answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+            return
+        self.server.data = bytearray().join(data for _, data in sorted(self.server.parts.items()))
+        if self.server.flips is not None:
+            self.server.data[self.server.flips] ^= 1
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+    def do_DELETE(self) -> None:
+        self._answer(204)
+
+    def do_HEAD(self) -> None:
+        self._object(0, len(self.server.data or b""))
+
+    def do_GET(self) -> None:
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self._object(first, last + 1)
+
+    def _object(self, first: int, stop: int) -> None:
+        data = self.server.data or b""
+        is_part = "Range" in self.headers
+        self.send_response(206 if is_part else 200)
+        self.send_header("ETag", '"opaque"')
+        if is_part:
+            self.send_header("Content-Range", f"bytes {first}-{stop - 1}/{len(data)}")
+        self.send_header("Content-Length", str(stop - first))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data[first:stop])
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"] or 0))
+
+    def _answer(self, status: int, body: bytes = b"", crc32: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"opaque"')
+        if crc32 is not None:
+            self.send_header("x-amz-checksum-crc32", crc32)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forgetful]:
+    scale_limits(monkeypatch)
+    with Forgetful() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def put(server: Forgetful) -> None:
+    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+    with open_store("s3://bucket/run", options) as store:
+        store.put("p", HEAD, [DATA])
+
+
+@pytest.mark.parametrize("knows_crc32", [True, False], ids=["CRC32", "MD5"])
+def test_the_object_is_taken_that_has_what_was_sent(server: Forgetful, knows_crc32: bool) -> None:
+    server.knows_crc32 = knows_crc32
+    put(server)
+    assert server.data == HEAD + DATA
+
+
+@pytest.mark.parametrize("at", [0, PART_NBYTES + 7, len(HEAD) + len(DATA) - 1])
+def test_another_one_is_not(server: Forgetful, at: int) -> None:
+    server.flips = at
+    with pytest.raises(StoreError, match=r"run/p: cannot put: .*NoSuchUpload"):
+        put(server)
