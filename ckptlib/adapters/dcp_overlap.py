@@ -6,11 +6,11 @@ A state dict of DCP has tensors and names, and no optimizer. Which of them are a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.errors import TornSnapshot
 from ckptlib.saving.pending import Pending
@@ -39,7 +39,8 @@ class _Fenced:
         return self.fence.fired(optimizer) and not self.torn
 
 
-_known: WeakKeyDictionary[Optimizer, _Fenced] = WeakKeyDictionary()
+_known: MutableMapping[Optimizer, _Fenced] = WeakIdKeyDictionary()
+"""By identity, as everywhere: an optimizer may have an `==` of its own, and no hash."""
 
 
 class Overlapping:
@@ -51,14 +52,17 @@ class Overlapping:
         for optimizer in given:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"overlap={optimizer!r}: give the torch.optim.Optimizer whose step writes the tensors")
-        self._fenced = {optimizer: _known.setdefault(optimizer, _Fenced()) for optimizer in given}
-        for optimizer, fenced in self._fenced.items():
+        self._optimizers = [*{id(optimizer): optimizer for optimizer in given}.values()]
+        self._fenced = [_known.setdefault(optimizer, _Fenced()) for optimizer in self._optimizers]
+        self._overlap: dict[int, bool] = {}
+        """By id of each."""
+        for optimizer, fenced in zip(self._optimizers, self._fenced, strict=True):
             fenced.fence.install([optimizer])
-        self._overlap = {optimizer: fenced.may_overlap(optimizer) for optimizer, fenced in self._fenced.items()}
+            self._overlap[id(optimizer)] = fenced.may_overlap(optimizer)
 
     def owners(self, states: Mapping[str, object]) -> dict[int, Optimizer]:
         """By id of a tensor in the states: the optimizer in whose parameters or state that memory is."""
-        by_memory = {_memory(tensor): optimizer for optimizer in self._fenced for tensor in _tensors_of(optimizer)}
+        by_memory = {_memory(tensor): optimizer for optimizer in self._optimizers for tensor in _tensors_of(optimizer)}
         if not by_memory:
             return {}
         found = ((id(tensor), by_memory.get(_memory(tensor))) for tensor in _tensors_in(states))
@@ -66,11 +70,11 @@ class Overlapping:
 
     def __call__(self, leaf: Leaf) -> bool:
         """Whether the copy of a leaf may go on beside the training."""
-        return leaf.owner is not None and self._overlap.get(leaf.owner, False)
+        return leaf.owner is not None and self._overlap.get(id(leaf.owner), False)
 
     def begin(self, pending: Pending) -> None:
         """Closes the fences, and has the copy go on."""
-        for fenced in self._fenced.values():
+        for fenced in self._fenced:
             fenced.last = pending
             fenced.fence.guard(pending.staging)
             fenced.fence.forget()

@@ -37,7 +37,7 @@ Shape = tuple[tuple[object, ...], ...]
 Order = tuple[tuple[int, int, Box | None], ...]
 """Leaves and their pieces; and the region of a piece that is meant, in the tensor's global coordinates; None: all."""
 
-_Late: TypeAlias = dict["torch.optim.Optimizer | None", bool]
+_Late: TypeAlias = dict[int, bool]
 """By owner: whether its tensors are copied behind the fence."""
 
 
@@ -101,8 +101,8 @@ class Planner:
         """Frozen parameters that have been seen to change."""
         self._digests: tuple[Plan, list[Leaf], _Late, frozenset[str], ReplicaDigests] | None = None
         """With the properties that they depend upon."""
-        self._one_of_each: tuple[list[Leaf], dict[torch.optim.Optimizer | None, Leaf]] = [], {}
-        """Leaves, and one of them of each owner."""
+        self._one_of_each: tuple[list[Leaf], dict[int, Leaf]] = [], {}
+        """Leaves, and by the id of each owner one of them: an optimizer may have an `==` of its own, and no hash."""
         self.must_compare = False
         """Whether the ranks are to compare what they hold before the next save."""
 
@@ -269,7 +269,7 @@ class Planner:
             way = Way.SAMPLED
         else:
             way = Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
-        return Replica(shared.ranks, leaf.name, shared.tensor(leaves), late[leaf.owner], way)
+        return Replica(shared.ranks, leaf.name, shared.tensor(leaves), late[id(leaf.owner)], way)
 
     def note_moved(self, names: frozenset[str]) -> None:
         """These frozen parameters change after all; on all ranks that hold them at the same step."""
@@ -283,7 +283,7 @@ class Planner:
             return known.sources
         found = []
         for n, (i, piece, region) in enumerate(order):
-            leaf, is_late = leaves[i], late[leaves[i].owner]
+            leaf, is_late = leaves[i], late[id(leaves[i].owner)]
             if known is not None and known.leaves[i] is leaf:
                 source = known.sources[n]
                 found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
@@ -298,7 +298,8 @@ class Planner:
 
     def _late(self, leaves: list[Leaf], overlap: Overlap) -> _Late:
         if self._one_of_each[0] is not leaves:
-            self._one_of_each = leaves, dict(zip(map(operator.attrgetter("owner"), leaves), leaves, strict=True))
+            owners = map(id, map(operator.attrgetter("owner"), leaves))
+            self._one_of_each = leaves, dict(zip(owners, leaves, strict=True))
         return {owner: overlap(leaf) for owner, leaf in self._one_of_each[1].items()}
 
 

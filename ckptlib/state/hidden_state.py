@@ -6,10 +6,10 @@ or give what they have times a scale that is kept elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from weakref import WeakSet
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.state.frameworks import unwrapped
@@ -21,8 +21,8 @@ _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _SAMPLE = 1024
 """Elements of each tensor that are compared."""
 
-_compared: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Those whose `state_dict()` gave what their state had, once it had some."""
+_compared: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
+"""Those whose `state_dict()` gave what their state had, once it had some; by identity."""
 
 
 def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection[int]) -> None:
@@ -60,7 +60,7 @@ def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection
             "state_dict() and load_state_dict() call the optimizer's"
         )
     if any(one.state for one in saved):
-        _compared.add(optimizer)
+        _compared[optimizer] = None
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:

@@ -6,13 +6,13 @@ Knows names and which optimizers cannot be saved; the walk over an optimizer is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.paths import join
@@ -84,8 +84,8 @@ def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, 
     return names
 
 
-_told: WeakKeyDictionary[torch.optim.Optimizer, set[str]] = WeakKeyDictionary()
-"""The findings on each optimizer."""
+_told: MutableMapping[torch.optim.Optimizer, set[str]] = WeakIdKeyDictionary()
+"""The findings on each optimizer. By identity: one may have an `==` of its own, and no hash."""
 
 
 def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], path: str, done: str) -> None:

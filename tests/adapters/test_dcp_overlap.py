@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as torch_dcp
 from helpers.registry import close_sessions
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from typing_extensions import override
 
 import ckptlib
 from ckptlib import dcp
@@ -42,11 +43,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
+class Alike(torch.optim.AdamW):
+    """Equal to each other one, and without a hash."""
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+
 class Training:
-    def __init__(self) -> None:
+    def __init__(self, kind: type[torch.optim.AdamW] = torch.optim.AdamW) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(256, 128)
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optim = kind(self.model.parameters(), lr=0.1)
 
     def step(self) -> None:
         self.model(torch.randn(4, 256)).square().sum().backward()
@@ -74,9 +83,9 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def earned(directory: Path, gate: threading.Event) -> Training:
+def earned(directory: Path, gate: threading.Event, kind: type[torch.optim.AdamW] = torch.optim.AdamW) -> Training:
     """A training whose optimizer has stepped behind a first save, which copied all at once."""
-    training = Training()
+    training = Training(kind)
     training.step()
     first = dcp.async_save(training.state(), checkpoint_id=directory / "step-1", overlap=training.optim)
     assert first.pending.staging.copied, "nothing overlaps before the hook was seen to fire"
@@ -102,8 +111,9 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_the_optimizer_waits_for_the_copy(tmp_path: Path, gate: threading.Event) -> None:
-    training = earned(tmp_path, gate)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Alike])
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, gate: threading.Event, kind: type[torch.optim.AdamW]) -> None:
+    training = earned(tmp_path, gate, kind)
     before = training.copied()
     state = training.state()
     future = dcp.async_save(state, checkpoint_id=tmp_path / "step-2", overlap=[training.optim])
