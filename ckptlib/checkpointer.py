@@ -5,9 +5,6 @@ Everything that could differ between ranks is said in one step and acted upon, b
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -36,11 +33,11 @@ from ckptlib.policy.preemption import check_preempted
 from ckptlib.policy.tier import KEEP_LAST, tier_of
 from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.together import together
-from ckptlib.recovery.keeping import keep_restored
-from ckptlib.recovery.restore import Part, restore
+from ckptlib.recovery.restore import Part
+from ckptlib.recovery.resumption import Resumption
 from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.attempts import Attempts
-from ckptlib.saving.ending import Ending
+from ckptlib.saving.ending import CLOSE_TIMEOUT, Ending
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.exports import Exports
 from ckptlib.saving.keeper import StateKeeper
@@ -50,18 +47,11 @@ from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.saving.step_metrics import StepMetrics, check_metrics
-from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
 from ckptlib.saving.whole_state import check_state, first_look
 from ckptlib.staging.fence import Fence
-from ckptlib.state.rng import LoadedRng
 from ckptlib.steps import Steps
 from ckptlib.stores import absolute
-
-log = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT = timedelta(minutes=30)
-"""How long a normal exit waits for the last save to be committed."""
 
 
 class Checkpointer:
@@ -167,17 +157,13 @@ class Checkpointer:
         self._state = state
         policy = policy_of(every)
         overhead_in(policy)  # refuses two budgets before anything is opened
-        if preempted is not None:
-            check_preempted(preempted)
-        if on_event is not None:
-            check_listener(on_event)
-        if export is not None:
-            check_export(export)
+        check_preempted(preempted)
+        check_listener(on_event)
+        check_export(export)
         with ExitStack() as opened:  # who catches what is raised here may go on, and create another one
             self._session = Session(settings, process_group, lambda: kind_of(first_look(self._state).leaves), on_event)
             opened.callback(self._session.close, timedelta(0), clean=False)
-            self._group = self._session.group
-            self._beginning = begins_from(init_from, init_only, self._session)
+            beginning = begins_from(init_from, init_only, self._session)
             self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
             opened.callback(self._turns.close)
             self._due = self._turns.due
@@ -187,30 +173,22 @@ class Checkpointer:
             self._attempts = Attempts(self._session, self._due)
             self._steps = Steps(self._session, state, self._turns, self._fence, self._attempts, metrics)
             self._exports = Exports(export, self._session)
-            self._generators: LoadedRng | None = None
+            begin = None if beginning is None else beginning.load
+            self._resumption = Resumption(*(self._session, state, self._turns, self._attempts, self._exports, begin))
             self._install()
             self._keeper = StateKeeper(self._session, state)
-            self._ending = Ending(
-                *(self._session, self._turns, self._fence, self._keeper, self._exports, self._attempts)
-            )
+            self._ending = Ending(self._session, self._turns, self._fence, self._keeper, self._exports, self._attempts)
             self._keeper.begin()
             opened.pop_all()
 
     def _install(self) -> None:
         """Looks at the state once: refuses an object that cannot be saved before training begins, and makes room for
         snapshots."""
+        session = self._session
         with gc_pause.kept():
-            flat = together(self._group, "looking at the state", lambda: first_look(self._state, self._session.memo))
+            flat = together(session.group, "looking at the state", lambda: first_look(self._state, session.memo))
         self._fence.install(flat.optimizers.values())
-        self._to_warm: int | None = estimate(flat.leaves, self._group.size)
-        if self._session.settings.peers is None:
-            self._warm()
-
-    def _warm(self) -> None:
-        """Makes the slots in the background. With peers not before `restore` has looked at those of the job before."""
-        if self._to_warm is not None:
-            self._session.snapshots.arena.warm(self._to_warm)
-            self._to_warm = None
+        self._resumption.install(estimate(flat.leaves, session.group.size))
 
     # Restoring
 
@@ -245,42 +223,9 @@ class Checkpointer:
         some. Where a newer ckptlib has begun a run in the root, it raises NewerFormat, whatever the steps are.
         """
         self._check_open()
-        if self._turns.started:  # what was agreed for the next step would be met by another one
-            raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
-        if self._steps.has_saved:  # and what is restored would be under numbers that are taken
-            raise ValueError(
-                "call restore before the first save; to go back to what was saved, close this Checkpointer, and create "
-                "another one"
-            )
-        if (kept := self._attempts.last) is not None:  # it may be written still, and would be followed by itself
-            raise ValueError(
-                f"call restore once: it has saved step {kept.step} again, which the store lacked. The state is that of "
-                "this step; to go back, close this Checkpointer, and create another one"
-            )
         part = Part(only, map, optional)
-        report, self._generators, marks = restore(self._session, self._state, strict, device, step, part)
-        self._session.writer.wake()
-        if report.save is None and self._beginning is not None:
-            report = self._beginning.load(self._state, strict, device)
+        report = self._resumption.restore(step, part, strict, device, self._steps.has_saved)
         self._steps.restored = report.step
-        if report.save is not None:
-            self._turns.tuning.remember(report.save)
-        if self._group.rank == 0:
-            show(log, "restore: %s", report)
-        if self._session.settings.peers is not None:
-            self._session.snapshots.arena.others.reclaim(but=report.save)
-            self._warm()
-        if only is not None and report.save is not None and self._group.rank == 0:
-            log.warning(
-                "restore(only=%r): all else of the state, and the random generators, are left as they were, by every "
-                "restart of a program that says so. To begin from another run, ckptlib.load(url, state, only=...)",
-                only,
-            )
-        if only is None:  # on all ranks
-            generators = self._generators
-            self._attempts.last = keep_restored(self._session, self._state, report, marks, generators, self._attempts)
-        self._exports.note_restored(report.save, report.committed, self._attempts.last)
-        self._session.listener.deliver()
         return report
 
     def restore_random(self) -> None:
@@ -291,12 +236,7 @@ class Checkpointer:
         self._check_open()
         if self._turns.started:
             raise ValueError("call restore_random before the first after_step: steps drew from the generators since")
-        self._put_back_random()
-
-    def _put_back_random(self) -> None:
-        generators, self._generators = self._generators, None
-        if generators is not None:
-            generators.restore()
+        self._resumption.put_back_random()
 
     # The loop
 
@@ -313,7 +253,7 @@ class Checkpointer:
         if self._steps.stopping:  # since the loop before: a step of this one would stand for bodies that never ran
             self._steps.preempted |= start < total
             return
-        self._put_back_random()
+        self._resumption.put_back_random()
         if not self._turns.started:
             self._keeper.warn_of_early_batches()
         self._due.final = total
@@ -351,8 +291,7 @@ class Checkpointer:
             check_metrics(metrics)
         try:
             if not self._turns.started:
-                self._generators = None  # too late for them
-                self._warm()
+                self._resumption.end()
             self._steps.done(step, metrics)
             self._exports.poll(self._attempts.last, step)
         finally:
@@ -439,8 +378,7 @@ class Checkpointer:
         next start of the job then. And WaitTimeout: the writer goes on alone, as after Ctrl-C and whatever else ends
         the wait.
         """
-        deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
-        self._ending.close(deadline, self._steps.stopping)
+        self._ending.close(timeout, self._steps.stop_timeout_s)
 
     @override
     def __reduce__(self) -> NoReturn:

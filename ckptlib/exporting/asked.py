@@ -81,8 +81,8 @@ class Export:
 
 
 def check_export(export: object) -> None:
-    """Raises TypeError for what is none."""
-    if not isinstance(export, Export):
+    """Raises TypeError for what is none, but for None."""
+    if export is not None and not isinstance(export, Export):
         raise TypeError(f"export={export!r}: expected Export, such as Export('out/{STEP}', steps=10_000)")
 
 

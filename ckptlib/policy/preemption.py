@@ -13,8 +13,8 @@ EVERY_S = 5.0
 
 
 def check_preempted(preempted: object) -> None:
-    """Raises TypeError for what cannot be asked."""
-    if not callable(preempted):
+    """Raises TypeError for what cannot be asked, but for None."""
+    if preempted is not None and not callable(preempted):
         raise TypeError(
             f"preempted={preempted!r}: expected a function that says whether the job is to stop, such as "
             "lambda: Path('/tmp/stop').exists()"

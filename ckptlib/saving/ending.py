@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -14,6 +15,9 @@ from ckptlib.saving.session import Session
 from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 
+CLOSE_TIMEOUT = timedelta(minutes=30)
+"""How long a normal exit waits for the last save to be committed."""
+
 
 class Ending:
     """One per Checkpointer; main thread."""
@@ -24,16 +28,17 @@ class Ending:
         self._session, self._turns, self._fence = session, turns, fence
         self._keeper, self._exports, self._attempts = keeper, exports, attempts
 
-    def close(self, deadline: float, stopping: bool) -> None:
-        """See `Checkpointer.close`. `deadline`: by the monotonic clock. `stopping`: the job was told to stop, and waits
-        for no export."""
+    def close(self, timeout: timedelta, stop_timeout_s: float | None) -> None:
+        """See `Checkpointer.close`. `stop_timeout_s`: the job was told to stop, and waits no longer than this, and for
+        no export; None: it was not."""
+        deadline = time.monotonic() + min(timeout.total_seconds(), stop_timeout_s or math.inf)
         with ExitStack() as telling:
             telling.callback(self._exports.let_go)  # what is not exported is told, whatever is raised
             self._close_session(deadline)
             if (missed := self._attempts.missed) is not None:
                 step, why = missed
                 raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
-            if not stopping:
+            if stop_timeout_s is None:
                 telling.pop_all()
                 self._exports.finish(self._attempts.last, self._turns.due.final, deadline)
 

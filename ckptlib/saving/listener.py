@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def check_listener(on_event: object) -> None:
-    """Raises TypeError for what cannot be told."""
-    if not callable(on_event):
+    """Raises TypeError for what cannot be told, but for None."""
+    if on_event is not None and not callable(on_event):
         raise TypeError(f"on_event={on_event!r}: expected a function of an event, such as print")
 
 

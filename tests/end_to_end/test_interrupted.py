@@ -144,7 +144,7 @@ OPENING = [
     "StopSignal._install",
     "_Watch.begin",
     "Steps.__init__",
-    "Checkpointer._warm",
+    "Resumption.warm",
     "StateKeeper.begin",
 ]
 
