@@ -182,8 +182,7 @@ class Checkpointer:
             opened.pop_all()
 
     def _install(self) -> None:
-        """Looks at the state once: refuses an object that cannot be saved before training begins, and makes room for
-        snapshots."""
+        """Looks at the state once: refuses what cannot be saved before training begins; makes room for snapshots."""
         session = self._session
         with gc_pause.kept():
             flat = together(session.group, "looking at the state", lambda: first_look(self._state, session.memo))
@@ -201,6 +200,7 @@ class Checkpointer:
         map: Rename = None,
         optional: str | Sequence[str] = (),
         device: str | torch.device | None = None,
+        required: bool = False,
     ) -> LoadReport:
         """Fills the state from the newest complete step, in memory, on local disks or in the store; step 0 for none.
 
@@ -218,13 +218,15 @@ class Checkpointer:
         back again; `ckptlib rewind` does it once. Raises CheckpointNotFound, CorruptData, ObjectUnreadable or
         NewerFormat where the step cannot be restored; nothing is abandoned then.
 
+        `required`: for a run that must resume. Raises CheckpointNotFound where no step is, as where the URL is wrong.
+
         A run never begins anew where there are steps: if none can be restored, it raises CorruptData, ObjectUnreadable
         where some cannot be read, CheckpointNotFound where all lack objects, or NewerFormat where a newer ckptlib wrote
         some. Where a newer ckptlib has begun a run in the root, it raises NewerFormat, whatever the steps are.
         """
         self._check_open()
         part = Part(only, map, optional)
-        report = self._resumption.restore(step, part, strict, device, self._steps.has_saved)
+        report = self._resumption.restore(step, part, strict, device, required, self._steps.has_saved)
         self._steps.restored = report.step
         return report
 

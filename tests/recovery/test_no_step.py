@@ -1,0 +1,99 @@
+"""A root without a step: a run that must resume raises, and another one is told what earlier starts have left there."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.one_job import Job
+from launch import fork_ranks
+
+import ckptlib
+from ckptlib.errors import CheckpointNotFound
+
+
+def run_once(root: Path, step: int = 1) -> None:
+    """A start that saves."""
+    with Job(root).checkpointer() as ckpt:
+        ckpt.restore()
+        ckpt.save(step)
+
+
+def fresh(root: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings of a start that restores, and finds no step."""
+    caplog.clear()
+    with Job(root).checkpointer() as ckpt:
+        assert ckpt.restore().step == 0
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_run_that_must_resume_does_not_begin_under_another_url(tmp_path: Path) -> None:
+    run_once(tmp_path / "root")
+    job = Job(tmp_path / "roott")
+    before = job.bits()
+    with job.checkpointer() as ckpt:
+        with pytest.raises(
+            CheckpointNotFound, match=r"/roott has no step to resume from, .* nobody has saved there bef"
+        ):
+            ckpt.restore(required=True)
+        assert job.bits() == before
+    with Job(tmp_path / "root").checkpointer() as ckpt:
+        assert ckpt.restore(required=True).step == 1
+
+
+def test_what_a_run_begins_from_is_no_step_to_resume_from(tmp_path: Path) -> None:
+    run_once(tmp_path / "other")
+    job = Job(tmp_path / "root", seed=1)
+    before = job.bits()
+    with job.checkpointer(init_from=tmp_path / "other") as ckpt, pytest.raises(CheckpointNotFound, match="no step to"):
+        ckpt.restore(required=True)
+    assert job.bits() == before
+
+
+@pytest.mark.parametrize("lost", [["steps"], ["steps", "ckptlib.json", "copies"]])
+def test_a_root_that_has_lost_its_steps_is_no_fresh_run_without_a_word(
+    tmp_path: Path, lost: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a copy that has not come to `steps/` yet: the packs and parts of these are not there either."""
+    root = tmp_path / "root"
+    run_once(root)
+    for name in [*lost, "packs", "parts"]:
+        shutil.rmtree(root / name) if (root / name).is_dir() else (root / name).unlink()
+    (said,) = fresh(root, caplog)
+    assert "has no step, so this is a fresh run; but a job has begun to save there, as generation 000001-" in said
+    with Job(root).checkpointer() as ckpt, pytest.raises(CheckpointNotFound, match="a job has begun to save there"):
+        ckpt.restore(required=True)
+
+
+def test_shares_of_saves_are_told_of_where_nothing_else_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    run_once(root)
+    for path in root.iterdir():
+        if path.name != "parts":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert any("but shares of saves are in its parts/" in said for said in fresh(root, caplog))
+
+
+def test_a_second_start_that_has_found_steps_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_once(tmp_path / "root")
+    caplog.clear()
+    run_once(tmp_path / "root", step=2)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert fresh(tmp_path / "new", caplog) == []
+
+
+def test_all_ranks_raise_and_none_of_them_alone(tmp_path: Path) -> None:
+    said = fork_ranks("required_restore.py", 2, tmp_path, timeout_s=120)
+    for rank in (0, 1):
+        assert f"rank {rank}: some: ValueError: restore(required=) was given on some ranks only" in said
+        assert re.search(f"rank {rank}: all: CheckpointNotFound: .*/root has no step to resume from", said)
+    state = {"w": torch.zeros(3)}
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1) as ckpt:
+        assert ckpt.restore(required=True).step == 1
+    assert state["w"].eq(1).all()

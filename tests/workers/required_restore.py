@@ -1,0 +1,29 @@
+"""Two ranks that must resume, in a root without a step; then they save one: required_restore.py <directory>."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ckptlib
+from ckptlib.errors import CheckpointNotFound
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with ckptlib.Checkpointer(directory / "root", {"w": torch.ones(3)}, every=1) as ckpt:
+        for name, required in (("some", rank == 1), ("all", True)):
+            try:
+                ckpt.restore(required=required)
+            except (ValueError, CheckpointNotFound) as error:
+                print(f"rank {rank}: {name}: {type(error).__name__}: {error}", flush=True)
+        ckpt.save(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
