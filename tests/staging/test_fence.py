@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,34 @@ def test_a_wait_ends_with_an_error_that_says_what_for(tmp_path: Path, monkeypatc
             with pytest.raises(WaitTimeout, match="copy of step 2"):
                 step_with_gradients(optimizer)
         monkeypatch.undo()
+
+
+class Stuck(Copy):
+    """The thread that copies is not there."""
+
+    @override
+    def wait_copied(self) -> None:
+        raise AssertionError("nobody ends it")
+
+    @override
+    def wait_done(self, timeout_s: float | None) -> None:
+        raise AssertionError("nobody ends it")
+
+
+def test_a_forked_process_waits_for_no_copy() -> None:
+    """Neither to step nor to load: what its parent copies is not its own memory."""
+    fence, optimizer = Fence(), make_optimizer()
+    fence.install([optimizer])
+    fence.guard(Stuck())
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            step_with_gradients(optimizer)
+            wait_for_copies()
+            os._exit(0)
+        os._exit(1)
+    fence.remove()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # In a Checkpointer
