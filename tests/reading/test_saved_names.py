@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ckptlib.format.layout import OwnPerRank
 from ckptlib.reading.saved_names import LAYOUTS_ASKED, SavedNames
 
 RANKS = 40
@@ -73,3 +74,28 @@ def test_a_rank_with_tensors_alone_has_saved_something_there() -> None:
         assert saved.below(name) == []
     assert saved.value("h/n") == 2, "nothing of its own is there"
     assert saved.below("h/x") == []
+
+
+def add(stages: Stages, rank: int, name: str, alias: str, holding: object) -> Any:
+    """A tensor of a rank, and a further name of it."""
+    entry, layout = SimpleNamespace(name=name, holding=holding), stages.layouts[f"{rank:032x}"]
+    layout.tensors, layout.index, layout.aliases = (entry,), {name: 0}, {alias: name}
+    return entry
+
+
+def test_what_this_rank_saved_counts_under_all_its_names() -> None:
+    """Another rank has the same two names for one tensor, the other way about."""
+    stages = Stages({})
+    own = add(stages, 0, "a", "b", None)
+    add(stages, 1, "b", "a", None)
+    saved = SavedNames(stages)  # type: ignore[arg-type]
+    assert saved.tensors == {"a": own, "b": own}
+    assert [saved.first_name(name) for name in "ab"] == ["a", "a"]
+
+
+def test_what_another_rank_has_as_its_own_counts_under_none_of_its_names() -> None:
+    stages = Stages({})
+    own = add(stages, 0, "a", "b", OwnPerRank())
+    add(stages, 1, "c", "d", OwnPerRank())
+    saved = SavedNames(stages)  # type: ignore[arg-type]
+    assert saved.tensors == {"a": own, "b": own}
