@@ -91,7 +91,8 @@ class Slot(ReadableSlot):
             free = os.statvfs(directory)
             raise NoRoom(
                 f"{directory} has no room for a slot of {nbytes:,} bytes ({free.f_bavail * free.f_frsize:,} free): "
-                f"{error.strerror}; enlarge it, or give another directory: arena="
+                f"{error.strerror}; enlarge it, remove what ended jobs have left there (ckptlib slots --clean), or "
+                "give another directory: arena="
             ) from error
 
     @classmethod
