@@ -40,6 +40,7 @@ from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.late_commit import LATE_S
 from ckptlib.catalog.reading import each
+from ckptlib.catalog.resolving import TRIES
 from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
@@ -118,10 +119,9 @@ def sweep(
     now = time.time() if dry_run else clock.now(catalog.store)
     oldest = now - grace_s
     trash_oldest = now - min(grace_s, early_s)
-    stock = take_stock(catalog, trash_oldest)
+    stock, needed = _look(catalog, trash_oldest, live=generation is not None)
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
-    needed = _needed(catalog, stock, trash_oldest, live=generation is not None)
     generations = _generations(catalog, stock.committed, live=generation is not None and not abandoned)
     if generation is None and not generations and not stock.committed and stock.objects:
         raise CorruptData(
@@ -176,20 +176,24 @@ def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: 
     _drop(catalog, generation, [save for save in unwanted if save not in stays])
 
 
-def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed | None:
-    """The sets of packs that other steps use, and those dropped so lately that they may still be read; None: unknown.
+def _look(catalog: Catalog, oldest: float, live: bool, tries: int = TRIES) -> tuple[Stock, Needed | None]:
+    """All that is there; and the sets of packs that other steps use, and those dropped so lately that they may still be
+    read, or None: unknown.
 
     A `live` job goes on where a manifest cannot be read; nobody else does, who could look after it.
     """
+    stock = take_stock(catalog, oldest)
     young = [save for save, record in stock.records.items() if record.modified >= oldest]
     try:
-        return needed_by(catalog, sorted(stock.committed), young)
+        return stock, needed_by(catalog, sorted(stock.committed), young)
     except UNREADABLE as error:
+        if isinstance(error, ObjectNotFound) and tries > 1:  # another sweep has deleted it since it was listed
+            return _look(catalog, oldest, live, tries - 1)
         what = f"{catalog.store.url}: which packs other steps use cannot be told, so none is deleted: {error}"
         if not live:
             raise CorruptData(f"{what}. {remedy(error)}") from error
         log.warning("%s", what)
-        return None
+        return stock, None
 
 
 def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:

@@ -280,12 +280,38 @@ def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob
     assert {*needed_by(catalog_of(job), listed, [])} == {PackSet(first)}
 
 
-def test_what_another_sweep_deletes_meanwhile_is_no_damage(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job keeps the bytes of dropped steps for a shorter time than whoever asks for the plan of a sweep thinks."""
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_another_sweep_deletes_meanwhile_is_no_damage(
+    job: SmallJob, live: bool, whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job keeps the bytes of dropped steps for a shorter time than whoever sweeps thinks. `whole`: its sweep has
+    dropped the step since it was listed, too."""
+    first, second = saves(job)
+    record = record_of(catalog_of(job), second)
+    if not whole:
+        job.store.put(second.trash_key, record.encode())
+        job.store.delete(second.manifest_key)
+
+    def other_sweep(op: str, key: str) -> None:
+        if op == "get" and key == (second.manifest_key if whole else second.trash_key):
+            job.store.delete(second.manifest_key, *job.keys(second.parts_prefix), *job.keys(second.packs_prefix))
+            job.store.delete(second.trash_key)
+
+    overtaken = ActorStore(job.store)
+    overtaken.before = other_sweep
+    found = sweep(Catalog(overtaken), KEEP, job.generation if live else None)
+    assert (found.dropped, found.waiting) == ((), ())
+    assert "cannot be told" not in caplog.text
+    assert job.found_listed() == {first}
+
+
+def test_a_store_that_lists_what_it_has_not_is_told(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = saves(job)
 
     def listed_before(catalog: Catalog, oldest: float) -> Stock:
         stock = take_stock(catalog, oldest)
+        stock.committed.add(first)
         for key in (first.manifest_key, first.trash_key):
             job.store.delete(key)
         return stock
