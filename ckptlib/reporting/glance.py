@@ -12,7 +12,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import Goodput, goodput
 from ckptlib.catalog.history import history
 from ckptlib.catalog.resolving import TRIES
-from ckptlib.errors import CheckpointNotFound, CkptError
+from ckptlib.errors import CheckpointNotFound, CkptError, ObjectNotFound
 from ckptlib.format import keys
 from ckptlib.format.account import Account
 from ckptlib.format.keys import GenerationId, SaveId
@@ -91,13 +91,11 @@ class Watcher:
         self._told: Mapping[GenerationId, Account] = {}
         self._problems: Sequence[str] = ()
         self._seen: SaveId | None = None
-        """Saves up to this one were looked through for failures."""
+        """Saves up to this one were looked through for failures; those of a start from an earlier step come again."""
 
     def look(self) -> Glance:
         """Raises CheckpointNotFound where there is no root yet, and the store's errors."""
         catalog = self._catalog
-        if self._deadline_s is None:
-            self._deadline_s = catalog.root().save_deadline_s
         for _ in range(TRIES):
             put_at = {
                 save: entry.modified
@@ -110,8 +108,10 @@ class Watcher:
             manifests = self._read(saves[-RECENT - 1 :], problems)
             if not saves or problems or saves[-1] in self._manifests:  # else it was dropped, and there is a newer one
                 break
+        if self._deadline_s is None or not put_at:  # a root that is gone lists nothing, as a new one does
+            self._deadline_s = catalog.root().save_deadline_s
         self._note_accounts({save.generation for save in put_at})
-        under_way = self._look_at_parts(put_at, saves[-1] if saves else None)
+        under_way = self._look_at_parts(put_at, generations, saves[-1] if saves else None)
         return Glance(
             at=time.time(),
             num_steps=len(saves),
@@ -142,9 +142,17 @@ class Watcher:
             accounts = read_accounts(self._catalog)
             self._told, self._problems, self._accounts_of = accounts.told, accounts.problems, there
 
-    def _look_at_parts(self, committed: Mapping[SaveId, float], newest: SaveId | None) -> list[UnderWay]:
-        """Saves after the newest one; at the first look all, for those that failed."""
-        store, after = self._catalog.store, "" if self._seen is None else str(self._seen)
+    def _look_at_parts(
+        self, committed: Mapping[SaveId, float], generations: Mapping[GenerationId, Generation], newest: SaveId | None
+    ) -> list[UnderWay]:
+        """Saves after the one that the run goes on from; at the first look all, for those that failed."""
+        head = max(generations, default=None)
+        origin = newest
+        if head is not None and newest is not None and newest.generation < head:
+            origin = generations[head].resumed_from
+        store = self._catalog.store
+        after = "" if self._seen is None or origin is None else str(min(self._seen, origin))
+        all_read = True
         parts: dict[SaveId, set[int]] = {}
         nbytes: dict[SaveId, int] = {}
         for entry in store.scan(keys.PARTS, after and f"{keys.PARTS}{after}"):
@@ -155,18 +163,20 @@ class Watcher:
                 parts.setdefault(name.save, set()).add(name.rank)
             elif name.save not in self._failed:
                 said = attempt(lambda name=name: FailedPart.decode(name, store.get(name.key)))  # type: ignore[misc]
-                if not isinstance(said, CkptError):
+                if isinstance(said, CkptError):
+                    all_read = isinstance(said, ObjectNotFound) and all_read
+                else:
                     self._failed[name.save] = f"rank {name.rank}: {said.error}"
         for entry in store.scan(keys.PACKS, after and f"{keys.PACKS}{after}"):
             save = keys.pack_save(entry.key)
             if save is not None and save not in committed:
                 nbytes[save] = nbytes.get(save, 0) + entry.nbytes
-        self._seen = newest
-        head = max((save.generation for save in {*committed, *parts, *nbytes}), default=None)
+        if all_read:  # else they are looked through again
+            self._seen = origin
         return [
             UnderWay(save, len(parts.get(save, ())), nbytes.get(save, 0))
             for save in sorted(parts.keys() | nbytes.keys())
-            if save.generation == head and save not in self._failed and (newest is None or save > newest)
+            if save.generation == head and save not in self._failed and (origin is None or save > origin)
         ]
 
 

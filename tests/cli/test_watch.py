@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from ckptlib.format.account import Account, Mark
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import FailedPart
 from ckptlib.reporting.glance import Watcher
+from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import write_plan
@@ -146,6 +148,60 @@ def test_a_lost_start_is_a_failure_once_the_next_one_saves() -> None:
     later = Account(2000.0, 10.0, 1.0, None, 1, (Mark(5, 0.0, 0.0), Mark(9, 4.0, 0.0)))
     make_save(catalog, generation, 9, state(9), account=later.to_json())
     assert watcher.look().goodput.failures == Watcher(Catalog(catalog.store)).look().goodput.failures == 1
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_root_that_is_gone_has_not_just_begun(tmp_path: Path, is_directory: bool) -> None:
+    """As one whose disk is no longer mounted."""
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    make_save(catalog, make_generation(catalog), 5, state(5))
+    watcher = Watcher(Catalog(catalog.store))
+    watcher.look()
+    (tmp_path / "root").rename(tmp_path / "elsewhere")
+    if is_directory:
+        (tmp_path / "root").mkdir()
+    with pytest.raises(library.CheckpointNotFound):
+        watcher.look()
+    shutil.rmtree(tmp_path / "root", ignore_errors=True)
+    (tmp_path / "elsewhere").rename(tmp_path / "root")
+    assert watcher.look().num_steps == 1
+
+
+def test_a_start_from_an_earlier_step_is_seen_before_its_first_commit() -> None:
+    """It is no part of history yet. That none of its saves gets as far must not look like a run without failures."""
+    catalog = make_root(MemoryStore())
+    first = make_generation(catalog)
+    earlier = make_save(catalog, first, 50, state(5))
+    make_save(catalog, first, 100, state(10))
+    put_parts(catalog, first, 70, state(7), 1)
+    watcher = Watcher(Catalog(catalog.store))
+    watcher.look()
+    second = make_generation(catalog, 2, earlier)
+    assert watcher.look().under_way == []
+    failed = SaveId(60, second)
+    name, document = FailedPart(failed, 0, "a" * 8, "no room").encode()
+    catalog.store.put(name.key, document)
+    put_parts(catalog, second, 70, state(7), 1)
+    for found in (watcher.look(), watcher.look(), Watcher(Catalog(catalog.store)).look()):
+        assert found.newest is not None
+        assert found.newest.save.step == 100
+        assert found.failed == {failed: "rank 0: no room"}
+        assert [save.save for save in found.under_way] == [SaveId(70, second)]
+
+
+def test_a_failure_that_could_not_be_read_is_told_later(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    write_plan(plan, [{"op": "get", "key": "^parts/", "action": "error"}])
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    generation = make_generation(catalog)
+    failed = SaveId(5, generation)
+    name, document = FailedPart(failed, 0, "a" * 8, "no room").encode()
+    catalog.store.put(name.key, document)
+    make_save(catalog, generation, 7, state(7))
+    watcher = Watcher(Catalog(open_store(f"fault+file://{tmp_path / 'root'}?plan={plan}")))
+    assert watcher.look().failed == {}
+    write_plan(plan, [])
+    assert watcher.look().failed == {failed: "rank 0: no room"}
 
 
 def test_wrong_usage(ckptlib: Ckptlib, saved: Path, tmp_path: Path) -> None:
