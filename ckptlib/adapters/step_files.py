@@ -11,9 +11,10 @@ from pathlib import Path, PurePosixPath
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from ckptlib.adapters.step_folders import MOST, ROOT, flush
+from ckptlib.adapters.step_folders import MOST, ROOT
 from ckptlib.errors import FormatError
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.stores.flushing import flush_path
 
 
 def root_of(where: str) -> str:
@@ -59,11 +60,11 @@ def write(where: str, save: SaveId) -> SaveId | None:
         file.write(text)
     is_local = "://" not in where
     if is_local:
-        flush(Path(partial))
+        flush_path(partial)
     replaced = None
     with suppress(FormatError, OSError):  # there is none, or another one
         replaced = save_at(where)
     fs.mv(partial, where)
     if is_local:
-        flush(Path(where).parent)
+        flush_path(Path(where).parent)
     return replaced

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -42,6 +41,7 @@ from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.staging.arena import directories
 from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.stores import open_store
+from ckptlib.stores.flushing import flush_path
 
 log = logging.getLogger(__name__)
 
@@ -272,14 +272,14 @@ class StepFolders:
             if folder.is_dir():
                 _take_over(folder, draft)
             for path in [*draft.rglob("*"), draft]:
-                flush(path)
+                flush_path(path)
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
         except FileNotFoundError:
             if draft.exists() or step_of(folder) != save:
                 raise  # else a process that looked was first
-        flush(self._directory)
+        flush_path(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save
         if replaced is not None and not self._ending:
@@ -384,11 +384,3 @@ def _identity(directory: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

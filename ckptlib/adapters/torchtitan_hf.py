@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckptlib.adapters.step_folders import flush
 from ckptlib.errors import CheckpointNotFound, CorruptData, StateMismatch, StoreError
 from ckptlib.exporting.outputs import PARTIAL
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
+from ckptlib.stores.flushing import flush_path
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +111,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _publish(draft: Path, out: Path) -> None:
     shutil.rmtree(draft / SHARDED)
     for path in [*draft.iterdir(), draft]:
-        flush(path)
+        flush_path(path)
     old = draft.with_name(draft.name + ".old")
     if out.exists():
         out.rename(old)
     draft.rename(out)
-    flush(out.parent)
+    flush_path(out.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -16,7 +16,7 @@ from ckptlib.exporting.casting import target_of
 from ckptlib.exporting.direct_file import DirectFile
 from ckptlib.exporting.files import Item
 from ckptlib.exporting.names import OWN, Chosen, Naming
-from ckptlib.exporting.outputs import Outputs, sync
+from ckptlib.exporting.outputs import Outputs
 from ckptlib.exporting.stream import BATCH_BYTES, Wanted, converted, read
 from ckptlib.exporting.torch_file import save_into
 from ckptlib.format import dtypes
@@ -26,6 +26,7 @@ from ckptlib.reading.arrays import Raw, raw_dtype
 from ckptlib.reading.frameworks import TORCH, framework_of, present
 from ckptlib.reading.nested import nested
 from ckptlib.reading.opened import CheckpointReader
+from ckptlib.stores.flushing import flush_path
 
 DATA = "__0_0.distcp"
 """As the first file of rank 0 is called."""
@@ -226,8 +227,8 @@ def _write(
         os.fsync(opened_file.fileno())
     paths = {leaf.name: leaf.path for leaf in leaves}
     FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
-    sync(directory / INDEX)  # torch flushes it before Python's buffer is written to it
-    sync(directory)
+    flush_path(directory / INDEX)  # torch flushes it before Python's buffer is written to it
+    flush_path(directory)
 
 
 def _converted(raw: Raw, item: Item) -> Raw:

@@ -14,7 +14,8 @@ from typing_extensions import Buffer, Self
 
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores.base import as_bytes
-from ckptlib.stores.local_direct import FROM_BYTES, NO_DIRECT, address_of, past_cache, written
+from ckptlib.stores.flushing import CANNOT
+from ckptlib.stores.local_direct import FROM_BYTES, address_of, past_cache, written
 
 BUFFER_BYTES = 8 * 1024 * 1024
 """Of one write; there are NUM_BUFFERS."""
@@ -112,7 +113,7 @@ def _write(fd: int, view: memoryview, at: int) -> None:
             while possible and done < whole and done % PAGE_BYTES == 0:  # a short write may end inside a page
                 done += written(os.pwrite(fd, view[done:whole], at + done))
         except OSError as error:
-            if error.errno not in NO_DIRECT:
+            if error.errno not in CANNOT:
                 raise
     while done < view.nbytes:
         done += written(os.pwrite(fd, view[done:], at + done))

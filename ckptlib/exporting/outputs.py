@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptlib.errors import NoRoom, ObjectExists, StoreError
+from ckptlib.stores.flushing import flush_path, free_nbytes, make_directories, reserve
 
 PARTIAL = ".partial"
 """Ends the names of files that are being written; the names begin with a dot."""
@@ -36,7 +37,7 @@ class Outputs:
         `names`: of the files to come, and of others that readers would take instead of them, or together with them.
         What an export of the same names left that was killed more than a day ago is removed.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directories(str(self._directory))
         for path in self._directory.glob(f".*{PARTIAL}"):
             if any(path.match(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{PARTIAL}") for name in names):
                 with suppress(OSError):  # somebody else removes it
@@ -46,8 +47,8 @@ class Outputs:
         for path in self._must_be_free:
             if path.exists():
                 raise ObjectExists(f"{path} is there already; remove it, or export to another place")
-        free = shutil.disk_usage(self._directory).free
-        if nbytes > free:
+        free = free_nbytes(str(self._directory))
+        if free is not None and nbytes > free:
             raise NoRoom(f"{self._directory}: the export has {nbytes:,} bytes, and the disk has {free:,} left")
 
     def beside(self, name: str) -> Path:
@@ -62,7 +63,7 @@ class Outputs:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             if nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
+                reserve(fd, nbytes)
             fill(fd)
             os.fsync(fd)
         finally:
@@ -74,7 +75,7 @@ class Outputs:
             _check_free(path)
         for path, final in self._written:
             _name(path, final)
-            sync(self._directory)
+            flush_path(self._directory)
         self._written.clear()
 
     def discard(self) -> None:
@@ -129,12 +130,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Makes a file durable, or the names in a directory."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -24,6 +24,7 @@ from ckptlib.stores.base import (
     is_key,
     range_nbytes,
 )
+from ckptlib.stores.flushing import free_nbytes
 from ckptlib.stores.local_direct import read_past_cache
 from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
@@ -157,10 +158,9 @@ class LocalStore(Store):
     @override
     def free_nbytes(self) -> int | None:
         try:
-            status = os.statvfs(self._root)
+            return free_nbytes(self._root)
         except OSError:
             return None
-        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some do not count
 
     @override
     def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:

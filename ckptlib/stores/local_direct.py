@@ -16,13 +16,12 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from ckptlib.pages import PAGE_BYTES
+from ckptlib.stores.flushing import CANNOT
 
 with suppress(ImportError):  # on Windows, where nothing is read or written so
     import fcntl
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""How file systems refuse it."""
 
 FROM_BYTES = 1024 * 1024
 """A smaller read is not worth it."""
@@ -56,7 +55,7 @@ def past_cache(fd: int) -> Iterator[bool]:
         if O_DIRECT:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT)
     except OSError as error:
-        if error.errno not in NO_DIRECT:
+        if error.errno not in CANNOT:
             raise
         yield False
         return
@@ -87,7 +86,7 @@ def read_past_cache(fd: int, view: memoryview, offset: int) -> int:
                 done += count
             return done
         except OSError as error:
-            if error.errno not in NO_DIRECT:
+            if error.errno not in CANNOT:
                 raise
             return 0
 
@@ -125,6 +124,6 @@ def _has_page(fd: int, view: memoryview, offset: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:  # a file system that cannot tell
-        if error.errno not in NO_DIRECT:
+        if error.errno not in CANNOT:
             raise
         return False

@@ -21,7 +21,8 @@ from ckptlib.errors import CkptError, FormatError, StoreError
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import tree
 from ckptlib.stores.base import as_bytes, taken
-from ckptlib.stores.local_direct import NO_DIRECT, O_DIRECT, address_of, written
+from ckptlib.stores.flushing import CANNOT, flush_names, make_directories
+from ckptlib.stores.local_direct import O_DIRECT, address_of, written
 from ckptlib.stores.local_errors import failure
 
 SLICE_NBYTES = 16 << 20
@@ -33,8 +34,6 @@ TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 """How file systems refuse them. AFS does by EXDEV, from one directory to another; to another disk nothing is renamed
 either."""
-
-_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _PUBLISH_TRIES = 100
 """How often `delete` may remove the directory that a put has just made before the put gives up."""
@@ -83,7 +82,7 @@ class LocalUpload:
                 piece = view[done : min(done + SLICE_NBYTES, stop)]
                 done += written(os.pwrite(self._direct_fd, piece, self._end + done))
         except OSError as error:
-            if error.errno not in NO_DIRECT:
+            if error.errno not in CANNOT:
                 raise
             self._may_direct = False
         return done
@@ -141,15 +140,8 @@ def _unlink_temp(root: str, name: str) -> None:
 
 
 def _make_root(root: str) -> None:
-    missing = []
-    directory = root
-    while not os.path.isdir(directory):
-        missing.append(directory)
-        directory = os.path.dirname(directory)
-    os.makedirs(root, exist_ok=True)
+    make_directories(root)
     tree.make(root, [TEMP_DIRECTORY])
-    for directory in missing:
-        _sync_directory(os.path.dirname(directory), [])
 
 
 def _publish(root: str, temp: str, key: str, own: os.stat_result) -> None:
@@ -224,20 +216,12 @@ def _sync_up_or_withdraw(root: str, key: str) -> None:
     *names, name = key.split("/")
     try:
         for depth in range(len(names), -1, -1):  # all, each time: others may have made one, and not have flushed it yet
-            _sync_directory(root, names[:depth])
+            with tree.directory(root, names[:depth], to_list=True) as fd:
+                flush_names(fd)
     except (OSError, StoreError):
         with contextlib.suppress(OSError, StoreError), tree.directory(root, names) as fd:
             os.unlink(name, dir_fd=fd)
         raise
-
-
-def _sync_directory(root: str, names: list[str]) -> None:
-    with tree.directory(root, names, to_list=True) as fd:
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NO_DIRECTORY_FSYNC:
-                raise
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.tmpfs import mounted
 from places import ROOT
 from safetensors.numpy import load_file
 from support import make_generation, make_root, make_save, state
@@ -114,8 +115,7 @@ def test_weights_that_come_as_others_are_exported(
 
 
 def test_a_disk_that_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = outputs.shutil.disk_usage(path)
-    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda where: usage._replace(free=100))
+    monkeypatch.setattr(outputs, "free_nbytes", lambda where: 100)
     with pytest.raises(ckptlib.NoRoom, match="and the disk has 100 left"):
         ckptlib.export(path, path.parent / "x.safetensors")
     monkeypatch.undo()
@@ -309,3 +309,47 @@ def test_where_there_are_no_hard_links_files_get_their_names_too(path: Path, mon
     assert beside(path) == ["root", "x.safetensors"]
     with pytest.raises(ckptlib.ObjectExists):
         ckptlib.export(path, path.parent / "x.safetensors")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
+def test_a_file_system_that_does_not_count_its_bytes(path: Path, form: str) -> None:
+    """It is not full."""
+    with mounted(path.parent / "ram", "ramfs") as ram:
+        report = ckptlib.export(path, ram / "x", format=form)
+        assert all(file.exists() for file in report.files)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
+def test_a_file_system_that_cannot_flush_directories(path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """As CIFS could not: names are as durable there as it makes them. That no file can be flushed is no success."""
+    fsync, refused = os.fsync, {stat.S_IFDIR}
+
+    def refuse(fd: int) -> None:
+        if stat.S_IFMT(os.fstat(fd).st_mode) in refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    report = ckptlib.export(path, path.parent / "x", format=form)
+    assert all(file.exists() for file in report.files)
+    refused.add(stat.S_IFREG)
+    with pytest.raises(ckptlib.StoreError, match=r"the export cannot be written: .*Errno 22"):
+        ckptlib.export(path, path.parent / "y", format=form)
+    left = [
+        found for found in path.parent.rglob("*") if found.is_file() and "y" in found.relative_to(path.parent).parts
+    ]
+    assert left == []
+
+
+def test_directories_that_an_export_makes_are_flushed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, flushed = os.fsync, set[int]()
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        flushed.add(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    ckptlib.export(path, path.parent / "a" / "b", format="hf")
+    for directory in (path.parent, path.parent / "a", path.parent / "a" / "b"):
+        assert directory.stat().st_ino in flushed
