@@ -113,7 +113,7 @@ def capture() -> dict[str, torch.Tensor]:
     An accelerator that this process has not initialised is left out: nothing was drawn there. Raises
     UnsupportedState when numpy's global generator is not its MT19937.
     """
-    state = {"python": _tensor(_python_bytes()), "numpy": _tensor(_numpy_bytes()), "torch": torch.get_rng_state()}
+    state = {"python": _tensor(python_bytes()), "numpy": _tensor(_numpy_bytes()), "torch": torch.get_rng_state()}
     module = _accelerator_module()
     if module is not None and accelerator.is_initialized(module):
         state[_kind()] = module.get_rng_state()
@@ -131,7 +131,7 @@ def restore(state: Mapping[str, torch.Tensor]) -> None:
     missing = {"python", "numpy", "torch"} - state.keys()
     if missing:
         raise StateMismatch(f"random state: missing {sorted(missing)}, got {sorted(state)}")
-    python = _python_state(_bytes(state, "python"))
+    python = python_state(_bytes(state, "python"))
     numpy = _numpy_state(_bytes(state, "numpy"))
     _check_generator(state, "torch", "cpu")
     devices = _present_devices(state)
@@ -154,7 +154,7 @@ def derive(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tens
     """
     seeds = {name: _seed(state, name, rank) for name in state}
     derived = {
-        "python": _tensor(_python_bytes(random.Random(seeds["python"]))),
+        "python": _tensor(python_bytes(random.Random(seeds["python"]))),
         "numpy": _tensor(_numpy_bytes(np.random.RandomState(list(divmod(seeds["numpy"], 2**32))))),
         "torch": torch.Generator("cpu").manual_seed(seeds["torch"]).get_state(),
     }
@@ -174,12 +174,14 @@ def _seed(state: Mapping[str, torch.Tensor], name: str, rank: int) -> int:
 # -- Python and numpy --
 
 
-def _python_bytes(source: random.Random | None = None) -> bytes:
+def python_bytes(source: random.Random | None = None) -> bytes:
+    """The state of a generator, else of the global one."""
     version, words, gauss = random.getstate() if source is None else source.getstate()
     return _PYTHON.pack(version, *words, gauss is not None, gauss or 0.0)
 
 
-def _python_state(data: bytes) -> tuple[int, tuple[int, ...], float | None]:
+def python_state(data: bytes) -> tuple[int, tuple[int, ...], float | None]:
+    """For `setstate()`. Raises FormatError for bytes that are no state."""
     version, *words, position, has_gauss, gauss = _unpack(_PYTHON, data, "python")
     if version != random.Random.VERSION:
         raise FormatError(f"random state of python: expected version {random.Random.VERSION}, got {version}")

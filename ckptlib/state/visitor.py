@@ -19,6 +19,7 @@ from ckptlib.state.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.state.hidden_state import refuse_hidden
 from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.optimizers import refuse_optimizer
+from ckptlib.state.own_generators import GENERATORS, OwnGenerator
 
 Given = TypeVar("Given")
 """The context that a walk hands down from a container to its entries."""
@@ -68,6 +69,8 @@ class Visitor(ABC, Generic[Given]):
             entry = self.below(node, given)
             for i, value in enumerate(self.entries(node, path)):  # type: ignore[arg-type]
                 self._collect(value, join(path, i), entry(i))
+        elif type(node) in GENERATORS:
+            self.add_stateful(OwnGenerator(node, path), path, given)  # type: ignore[arg-type]
         elif is_stateful(node):
             refuse_optimizer(node, path)
             refuse_loader(node, path)
@@ -116,7 +119,7 @@ class Visitor(ABC, Generic[Given]):
 
     @abstractmethod
     def add_stateful(self, node: Any, path: str, given: Given) -> None:
-        """Any other object with `state_dict()` and `load_state_dict()`."""
+        """Any other object with `state_dict()` and `load_state_dict()`, and a generator that is not torch's."""
 
     @abstractmethod
     def add_plain(self, value: object, path: str, given: Given) -> None:
@@ -148,7 +151,7 @@ def are_scalars(nodes: Iterable[object]) -> bool:
 def is_plain(node: object) -> bool:
     """Whether it is neither walked nor asked for its state."""
     kinds = (torch.Tensor, Sharded, PerRank, nn.Module, torch.optim.Optimizer, torch.Generator, Mapping, list, tuple)
-    return not isinstance(node, kinds) and not is_stateful(node)
+    return not isinstance(node, kinds) and type(node) not in GENERATORS and not is_stateful(node)
 
 
 def is_stateful(node: object) -> bool:
