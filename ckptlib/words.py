@@ -77,6 +77,11 @@ def moment(seconds: float) -> str:
         return f"{seconds:g} s since 1970"
 
 
+def is_told(times: int) -> bool:
+    """Whether what has happened so many times is told now: the first time, the second, the fourth and so on."""
+    return times & (times - 1) == 0
+
+
 def count(number: int, noun: str) -> str:
     """ "1 step", "2 steps"."""
     return f"{number:,} {noun if number == 1 else noun + 's'}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ckptlib.policy.when import Policy
 from ckptlib.saving.cadence import Cadence
+from ckptlib.words import is_told
 
 
 class DueSaves:
@@ -26,7 +27,10 @@ class DueSaves:
         """Steps from there back to the time before."""
         self._waits_since = 0
         """The step at which the due save fell due."""
-        self._told_waiting = False
+        self._is_late = False
+        """Whether the last save waited so long, or the one that is due does."""
+        self.num_late = 0
+        """How often that has come so far; several in a row are one."""
         self.final: int | None = None
         """The last step of the loop, which is always saved; None: not known."""
         self.to_store = False
@@ -64,9 +68,13 @@ class DueSaves:
         return self.to_store and self._interval is not None and waited >= 2 * self._interval
 
     def must_tell(self) -> bool:
-        """Whether a save waits so long; says so once, until one is taken in time."""
-        told, self._told_waiting = self._told_waiting, self._told_waiting or self._waits_long
-        return self._waits_long and not told
+        """Whether a save waits so long; says so once, until one is taken in time; and not of every time, but the first,
+        the second, the fourth and so on: a store that is a little too slow makes every other save late."""
+        if self._is_late or not self._waits_long:
+            return False
+        self._is_late = True
+        self.num_late += 1
+        return is_told(self.num_late)
 
     def begin(self, to_store: bool) -> None:
         """A snapshot is taken now: the saves that it serves are due no longer."""
@@ -80,7 +88,7 @@ class DueSaves:
         if self.memory is not None:
             self.memory.note(self._step, self._now)
         if self.to_store and to_store:
-            self._told_waiting = self._told_waiting and self._waits_long
+            self._is_late = self._is_late and self._waits_long
         self.to_store = self.to_store and not to_store
         self.in_memory = False
 

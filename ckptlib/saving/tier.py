@@ -12,6 +12,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.policy.tier import MAX_UNDRAINED, DueDrains, LocalTier
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.held import NONE, HeldSteps
+from ckptlib.words import is_told
 from ckptlib.writer.client import Writer
 
 log = logging.getLogger(__name__)
@@ -120,10 +121,11 @@ class TierState:
             self.begin_drained()
         elif word.drain:
             self._skipped += 1
-            if self._rank == 0:
+            if self._rank == 0 and is_told(self._skipped):
                 log.warning(
                     "step %d stays on local disks: some rank has %d steps that are not drained yet, so the store is "
-                    "slower than the drains, or away; the next save is drained when there is room (%d skipped so far)",
+                    "slower than the drains, or away; the next save is drained when there is room (%d skipped so far, "
+                    "told again after as many)",
                     step,
                     MAX_UNDRAINED,
                     self._skipped,

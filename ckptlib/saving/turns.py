@@ -119,7 +119,11 @@ class Turns:
         """A save is due, and some rank has no slot for it: that is told once it has lasted for two intervals."""
         session = self._session
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
-            log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
+            log.warning(
+                "no save for two intervals, and one is due: %s; training goes on%s",
+                session.outcomes.waits_for(),
+                "" if (times := self.due.num_late) == 1 else f" ({times} times so far, told again after as many)",
+            )
 
     def close(self) -> None:
         """Sends no further word, and drops the last one."""

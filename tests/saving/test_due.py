@@ -137,6 +137,21 @@ def test_what_waits_again_is_not_told_again_before_a_save_was_taken_in_time() ->
     assert told == [40]
 
 
+def test_saves_that_are_late_again_and_again_are_told_of_ever_less_often() -> None:
+    """As where a save takes a little less than two intervals: every other one waits too long."""
+    saves = due(10)
+    told, waited, late = [], 0, True
+    for step in range(1, 1000):
+        saves.look_ahead(step)
+        if saves.must_tell():
+            told.append(saves.num_late)
+        waited += saves.to_store
+        if waited > (20 if late else 0):
+            saves.begin(to_store=True)
+            waited, late = 0, not late
+    assert told == [1, 2, 4, 8, 16]
+
+
 def test_a_job_that_goes_on_measures_from_where_it_does() -> None:
     saves = due(1000)
     told = []

@@ -59,6 +59,19 @@ def test_all_ranks_decide_by_what_any_of_them_said(writer: FakeWriter, caplog: p
     assert [state.decide(9, Word(9, drains_full=1), must=True) for state in ranks] == [True, True]
 
 
+def test_saves_that_stay_on_the_disks_in_a_row_are_told_of_ever_less_often(
+    writer: FakeWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store may be away for days."""
+    state = state_of(writer)
+    for step in range(1, 11):
+        assert not state.decide(step, Word(step, drain=1, drains_full=1), must=False)
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [1, 2, 4, 8]
+    assert state.decide(11, Word(11, drain=1), must=False)
+    assert not state.decide(12, Word(12, drain=1, drains_full=1), must=False)
+    assert "step 12 stays on local disks" in caplog.text, "another outage"
+
+
 def test_a_rank_says_that_it_has_enough_to_drain(writer: FakeWriter) -> None:
     state = state_of(writer)
     for num in range(MAX_UNDRAINED + 2):
