@@ -189,8 +189,11 @@ class Catalog:
             except UNREADABLE:
                 continue
 
-    def visible(self, further: Collection[SaveId] = (), newer: bool = False) -> list[SaveId]:
+    def visible(
+        self, further: Collection[SaveId] = (), newer: bool = False, saves: Collection[SaveId] | None = None
+    ) -> list[SaveId]:
         """The saves on the job's history, ascending by step. `further`: some that are whole, though not committed.
+        `saves`: the committed ones, where listed before.
 
         Raises CorruptData where it cannot be told whether the job went back.
 
@@ -200,7 +203,7 @@ class Catalog:
         A lost or damaged record of a generation ends history, loudly: its own steps are whole all the same. A newer one
         raises NewerFormat; or with `newer`, for those who only look, it is like a damaged one.
         """
-        saves = self.saves()
+        saves = self.saves() if saves is None else saves  # first: who commits has put its record
         generations = self.generation_ids()
         further = [save for save in further if save.generation in generations]
         return self._visible([*saves, *further], saves, generations, newer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.resolving import resolve_document
 from ckptlib.catalog.second_read import decoded
-from ckptlib.format.keys import parse_save
+from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
 from ckptlib.ranks.group import Group
@@ -20,9 +22,17 @@ def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None =
 
 def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
     """As `resolve`: what says all of it."""
+    return _read_once(group, catalog, f"resolving step {step}", lambda: resolve_document(catalog, step, best))
 
+
+def read_manifest(group: Group, catalog: Catalog, save: SaveId) -> Manifest:
+    """Of a step that was just listed, and is not listed again. Collective. Raises CheckpointNotFound."""
+    return _read_once(group, catalog, f"reading step {save}", lambda: (save, catalog.manifest_document(save)))
+
+
+def _read_once(group: Group, catalog: Catalog, what: str, read: Callable[[], tuple[SaveId, bytes]]) -> Manifest:
     def find() -> bytes:
-        found, document = resolve_document(catalog, step, best)
+        found, document = read()
         unread = [document]
 
         def decode(document: bytes) -> bytes:
@@ -32,7 +42,7 @@ def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best
         document = decoded(catalog.store, lambda: unread.pop() if unread else catalog.manifest_document(found), decode)
         return str(found).encode() + b"\n" + document
 
-    data = by_rank_0(group, f"resolving step {step}", find)
+    data = by_rank_0(group, what, find)
     name, _, document = data.partition(b"\n")
     found = parse_save(name.decode())
     return Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")

@@ -108,7 +108,8 @@ def _candidates(
 
     def names() -> bytes:
         committed = {*session.catalog.saves()}
-        visible = session.catalog.visible({*on_disks, *(snapshot.save for snapshot in in_memory)})
+        further = {*on_disks, *(snapshot.save for snapshot in in_memory)}
+        visible = session.catalog.visible(further, saves=committed)
         if step is not None:
             visible = [_chosen(session.store.url, step, visible, committed)]
         return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
@@ -127,6 +128,8 @@ def _candidates(
 
 def newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
     """The snapshot that would be restored if nothing else were tried. Collective."""
+    if not inventory.whole():  # on no rank
+        return None
     return next((found.save for found in _candidates(session, inventory) if found.snapshot is not None), None)
 
 

@@ -30,7 +30,7 @@ from ckptlib.events import Restored
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.part import Part as SavedPart
-from ckptlib.loading.committed import resolve_manifest
+from ckptlib.loading.committed import read_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
@@ -274,7 +274,7 @@ def _restore_from(
 
 
 def _load_from_store(session: Session, candidate: Candidate, load: Load) -> Result:
-    manifest = resolve_manifest(session.group, session.catalog, str(candidate.save))
+    manifest = read_manifest(session.group, session.catalog, candidate.save)
     stored = StoredStep(session.catalog, manifest, session.group)
     found = load(stored)
     session.lineage.known = stored.known()

@@ -127,6 +127,22 @@ def test_requests_for_the_newest_step_in_a_new_process(s3: ObjectStorage, client
             num_before += len(seen)
 
 
+def test_a_start_that_resumes_lists_the_steps_three_times(s3: ObjectStorage) -> None:
+    """As it opens the root, as it looks for saves that nobody has committed, and behind that. A bucket of thousands of
+    steps takes many requests for each."""
+    url = s3.url()
+    for step in (1, 2):
+        with ckptlib.Checkpointer(url, {"w": torch.ones(9)}, every=1, storage_options=s3.options()) as ckpt:
+            ckpt.save(step)
+    with (
+        FaultProxy(s3.endpoint) as proxy,
+        ckptlib.Checkpointer(url, {"w": torch.ones(9)}, every=1, storage_options=s3.options(proxy.url)) as ckpt,
+    ):
+        assert ckpt.restore().step == 2
+        listed = [request for request in proxy.requests if request.op == "ListObjects" and "steps" in request.path]
+        assert len(listed) == 3
+
+
 def room_of(path: str) -> str:
     (room,) = (room for room in ("steps", "generations", "layouts", "parts", "ckptlib.json") if room in path)
     return room
