@@ -6,9 +6,10 @@ What could differ between ranks is said in one step and acted upon, by all of th
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import CkptError, SaveFailed
@@ -52,6 +53,7 @@ class Steps:
         """Whether all ranks have agreed that this is the last step."""
         self.preempted = False
         """Whether that came before the end of the loop."""
+        self._called = threading.Lock()
         self._took_slot = False
         """Whether `save` has taken a slot since the ranks said which they have."""
 
@@ -66,7 +68,8 @@ class Steps:
         try:
             stopwatch.begin_step(step, waited_s)
             self._turns.profile.begin()
-            self._done(step, metrics)
+            with self._alone():
+                self._done(step, metrics)
             self._turns.profile.end(waited_s)
             failed = False
         except KeyboardInterrupt:  # the step may be done again
@@ -77,6 +80,21 @@ class Steps:
             raise
         finally:
             stopwatch.end_step(step, failed)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """In this thread. Raises ValueError where another one is within."""
+        if not self._called.acquire(blocking=False):
+            raise ValueError(
+                f"{self._session.store.url}: two threads are in `after_step` or `save` of one Checkpointer at once. "
+                "Call these in the thread that trains: what another one saves may change while it is copied. Other "
+                "threads may wait for a save, as by `pending.wait_committed()`"
+            )
+        try:
+            with self._session.outcomes.turn:
+                yield
+        finally:
+            self._called.release()
 
     def _done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session
@@ -202,6 +220,10 @@ class Steps:
 
     def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
+        with self._alone():
+            return self._save(step, metrics)
+
+    def _save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         self._session.stager.fail_left()
         session, before, known = self._session, self._attempts.last, self._attempts.has(step)
         # what was given up was published, and would be taken for the outcome of another try

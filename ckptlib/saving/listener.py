@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ class Listener:
     def __init__(self, on_event: Callable[[Event], object] | None = None) -> None:
         self._on_event = on_event
         self._queue: deque[tuple[str, Callable[[], object]]] = deque()
-        self._delivering = False
+        self._delivering = threading.Lock()
         self._told: set[str] = set()
         """Functions that have raised, each of which was logged once."""
 
@@ -39,9 +40,8 @@ class Listener:
 
     def deliver(self) -> None:
         """Calls the user's functions with the queued events. Their errors are logged and harm nothing."""
-        if self._delivering:  # a call of the user's that came back here: the loop below goes on with the rest
-            return
-        self._delivering = True
+        if not self._delivering.acquire(blocking=False):  # a call of the user's that came back here, or another thread
+            return  # the loop below goes on with the rest
         try:
             while self._queue:
                 what, function = self._queue.popleft()
@@ -52,4 +52,4 @@ class Listener:
                         self._told.add(what)
                         log.exception("%s raised; saves go on, and it is called again; said once", what)
         finally:
-            self._delivering = False
+            self._delivering.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ class Outcome:
 
 
 class Outcomes:
-    """Of all saves of a session; main thread."""
+    """Of all saves of a session. One thread at a time calls the session; others may wait for a save meanwhile."""
 
     def __init__(
         self,
@@ -73,6 +74,9 @@ class Outcomes:
         tier: TierState,
         listener: Listener,
     ) -> None:
+        self.turn = threading.RLock()
+        """Held by whoever takes in what the writer says, and in calls of a session that take or give slots. Behind
+        `Owner.check` only: in a forked child nobody may be there to give it up."""
         self._rank = rank
         self._news = news
         self._writer = writer
@@ -118,19 +122,22 @@ class Outcomes:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes in the events of the staging thread and the writer."""
         self._owner.check()
-        self._snapshots.poll()
-        self._events += self._writer.poll(timeout_s)
-        while self._events:
-            event = self._events[0]
-            try:
-                self._news.tell(event)
-                self.note(event)
-            except Exception:
-                self._events.popleft()
-                raise
-            self._events.popleft()  # not before: after Ctrl-C within, a slot would count as read for ever
-        if self._wanted:
-            self._ask_for_wanted()
+        if timeout_s > 0:  # without the turn, which the training wants meanwhile
+            self._writer.wait(timeout_s)
+        with self.turn:
+            self._snapshots.poll()
+            self._events += self._writer.poll()
+            while self._events:
+                event = self._events[0]
+                try:
+                    self._news.tell(event)
+                    self.note(event)
+                except Exception:
+                    self._events.popleft()
+                    raise
+                self._events.popleft()  # not before: after Ctrl-C within, a slot would count as read for ever
+            if self._wanted:
+                self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
         """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's, nor
@@ -261,11 +268,13 @@ class Outcomes:
     def call_back(self, outcome: Outcome, function: Callable[[], object], drains: bool) -> None:
         """Has the listener call it when the outcome of the save is known; at once where it is. `drains`: whether the
         save goes to the store; else nobody is asked for an outcome that may never be."""
-        outcome.callbacks.append(function)
-        if outcome.decided:
-            self._call_back(outcome)
-        elif drains:
-            self._want(outcome)
+        self._owner.check()
+        with self.turn:
+            outcome.callbacks.append(function)
+            if outcome.decided:
+                self._call_back(outcome)
+            elif drains:
+                self._want(outcome)
 
     def _want(self, outcome: Outcome) -> None:
         """A rank that does not commit asks for it from now on."""
@@ -347,17 +356,19 @@ class Outcomes:
 
     def _ask(self, outcome: Outcome, looks: Looks) -> None:
         """The outcome of a save that rank 0 commits: by its notices, or now and then from the store."""
-        event = self._news.of(str(outcome.save))
-        if event is not None:
-            self.expect(outcome)
-            self.note({**event, "seen": True})
-        elif self._news.is_due(looks) and not outcome.watches:
-            outcome.watches += 1
-            self.expect(outcome)
-            self._writer.watch(outcome.save, 0.0)
+        with self.turn:
+            event = self._news.of(str(outcome.save))
+            if event is not None:
+                self.expect(outcome)
+                self.note({**event, "seen": True})
+            elif self._news.is_due(looks) and not outcome.watches:
+                outcome.watches += 1
+                self.expect(outcome)
+                self._writer.watch(outcome.save, 0.0)
 
     def close(self, timeout: timedelta) -> None:
         """The writer finishes its saves, whose outcome is noted."""
-        for event in self._writer.close(timeout.total_seconds()):
-            self._news.tell(event)
-            self.note(event)
+        with self.turn:
+            for event in self._writer.close(timeout.total_seconds()):
+                self._news.tell(event)
+                self.note(event)

@@ -74,9 +74,9 @@ class Pending:
     def add_done_callback(self, function: Callable[[Pending], object]) -> None:
         """Has `function` called with this, once, when this rank knows that the step is committed, or never will be.
 
-        By the thread that trains, as for `Checkpointer(on_event=)`: at the end of an `after_step`, a save, a wait,
-        `done` or `close`; at once where it is known. What it raises is logged. It is not called where the process ends
-        before this rank knows, nor for a save that stays on local disks.
+        As for `Checkpointer(on_event=)`, by the thread that trains, or one that waits for a save: at the end of an
+        `after_step`, a save, a wait, `done` or `close`; at once where it is known. What it raises is logged. It is not
+        called where the process ends before this rank knows, nor for a save that stays on local disks.
         """
         self._outcomes.call_back(self._outcome, partial(function, self), self.drains)
         self._outcomes.listener.deliver()

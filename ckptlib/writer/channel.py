@@ -7,6 +7,7 @@ import json
 import select
 import socket
 import threading
+import time
 from typing import Any
 
 Message = dict[str, Any]
@@ -42,6 +43,13 @@ class Channel:
                     data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     self.stalled = not _ready(_poller(select.POLLOUT, self._socket.fileno()), self._stall_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something is here, or the time has passed. Any thread."""
+        if (fd := self._socket.fileno()) >= 0 and not self.closed:
+            readable(fd, timeout_s=timeout_s)
+        else:  # it would have waited for whoever is not there
+            time.sleep(timeout_s)
 
     def receive(self, timeout_s: float | None) -> list[Message]:
         """Every message that is here, or the first to come within the time-out; none when it passes or at the end."""

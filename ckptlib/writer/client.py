@@ -220,6 +220,10 @@ class Writer:
             self._open.add(message)
             self._child.channel.send(message)
 
+    def wait(self, timeout_s: float) -> None:
+        """Until `poll` has something to say, or this time has passed. Any thread."""
+        self._child.channel.wait(timeout_s)
+
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
         """The writer's events since the last call; waits up to `timeout_s` for the first.
 
