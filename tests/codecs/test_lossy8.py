@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,3 +120,16 @@ def test_logarithmic_stores_a_block_with_a_negative_number_raw(bad: float) -> No
     Logarithmic8().decode(memoryview(frame), memoryview(out).cast("B"))
     assert out[512:768].tobytes() == values[512:768].tobytes()
     assert (out[:512] != values[:512]).any()
+
+
+def test_logarithmic_keeps_what_a_processor_would_flush_to_zero() -> None:
+    """It is positive, and stays so: an optimizer divides by it."""
+    values = np.ones(2560, np.float32)
+    values[1] = 2.0**-140
+    assert torch.set_flush_denormal(True), "this processor has no such mode"
+    try:
+        frame = Logarithmic8().encode(memoryview(values).cast("B"), FLOAT32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert frame is not None
+    assert read(frame, 2560, LOGARITHMIC)[1] > 0
