@@ -77,13 +77,21 @@ def test_pages_are_written_from_where_they_are(fd: int, monkeypatch: pytest.Monk
     assert os.pread(fd, 1 << 22, 0) == expected
 
 
-def test_an_error_is_told_at_the_latest_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_error_is_told_at_the_latest_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Also where whoever wrote has been told of it at once, as of what is written from where it is, and kept that for
+    himself, as torch's writer does."""
+    monkeypatch.setattr(direct_file, "FROM_BYTES", PAGE_BYTES)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     resource.setrlimit(resource.RLIMIT_FSIZE, (BUFFER_BYTES + 100, limits[1]))
     try:
         with DirectFile(fd) as file:
-            file.write(bytes(2 * BUFFER_BYTES))
+            if kept:
+                with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+                    file.write(mmap.mmap(-1, 2 * BUFFER_BYTES))
+            else:
+                file.write(bytes(2 * BUFFER_BYTES))  # begins on no page, so it is copied
             with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
                 file.finish()
     finally:
