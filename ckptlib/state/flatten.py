@@ -33,6 +33,7 @@ from ckptlib.state.optimizers import (
     hyper_parameters,
     names_of_params,
     refuse_strangers,
+    saying_how,
     state_path,
     warn_of_positions,
     warn_of_unsaved,
@@ -294,7 +295,8 @@ class _Walk(Visitor[bool], Collector):
         if mixed:
             for name, _, value, is_own in content():
                 if not isinstance(value, torch.Tensor):
-                    self.add_object(value, name, is_own)
+                    with saying_how(optimizer):
+                        self.add_object(value, name, is_own)
 
     def _look_for(
         self, params: Sequence[torch.Tensor], names: list[list[str]], optimizer: torch.optim.Optimizer, path: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,20 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Te
                 f"{path}: the optimizer keeps state under {str(key)[:40]!r}, which is not a parameter of its groups; "
                 "put in its place an object whose state_dict() and load_state_dict() call the optimizer's"
             )
+
+
+@contextmanager
+def saying_how(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Adds a way to save it to an UnsupportedState of what an optimizer keeps for a parameter, beside tensors."""
+    try:
+        yield
+    except UnsupportedState as error:
+        raise UnsupportedState(
+            f"{error}. It is in the state of a {type(optimizer).__name__}, which makes it: put in the optimizer's "
+            "place an object whose state_dict() gives the optimizer's, with vars(x), or list(x) of a deque, in place "
+            "of each x, and whose load_state_dict() gives that to the optimizer's, and then makes each x again in "
+            "optimizer.state"
+        ) from None
 
 
 def group_path(path: str, index: int) -> str:
