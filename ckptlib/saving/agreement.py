@@ -53,6 +53,14 @@ OWN = "own"
 """Instead of the digest: this plain tensor has differed between ranks before, and is every rank's own from then on."""
 
 
+DIVERGED = (
+    "the ranks have diverged: gradients of what they replicate are not all-reduced over all of them (such as norms and "
+    "biases within a tensor-parallel group), random numbers for it differ (dropout or a seed of each rank's own), or a "
+    "host's memory is faulty. Mend that, and resume from the last committed step"
+)
+"""What to look for where replicas differ."""
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What all ranks know of each other, for the names that this rank has."""
@@ -308,7 +316,10 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
         what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
     elif len(digests) > 1 and owned:
-        what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+        what = (
+            f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it. If "
+            f"it should be the same there, {DIVERGED}"
+        )
         alone = (
             "; if it is kept for a parameter that one rank alone steps, the others must drop it: optimizer.state.pop"
         )

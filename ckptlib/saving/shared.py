@@ -17,7 +17,7 @@ from ckptlib.format.box import Box
 from ckptlib.format.check import add_up, check_of
 from ckptlib.format.layout import Placed
 from ckptlib.ranks.group import Group
-from ckptlib.saving.agreement import Agreement, within
+from ckptlib.saving.agreement import DIVERGED, Agreement, within
 from ckptlib.saving.assign import holders_of
 from ckptlib.staging.tensor_digests import digests_of
 from ckptlib.state.leaf import Leaf
@@ -89,6 +89,5 @@ def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> Non
                 differing.setdefault(name, (there[0], rank))
     some = "; ".join(f"{name} on ranks {a} and {b}" for name, (a, b) in sorted(differing.items())[:8])
     raise ReplicasDiffer(
-        f"{len(differing)} DTensor(s) that are replicas by their mesh differ between ranks: {some}. The ranks have "
-        "diverged, or a host's memory is faulty: resume from the last committed step"
+        f"{len(differing)} DTensor(s) that are replicas by their mesh differ between ranks: {some}; {DIVERGED}"
     )

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import ckptlib
 from ckptlib.errors import ReplicasDiffer, SaveFailed
+from ckptlib.saving.agreement import DIVERGED
 
 LARGE = 40_000
 """Elements: more than what is copied before after_step returns."""
@@ -188,7 +189,8 @@ def parameters(url: Path) -> None:
         optim.step()
         seen[step + 1] = contents({"model": model})
 
-    refused(url, state, body, "model/weight is owned by an optimizer and differs between ranks 0 and 1")
+    why = "model/weight is owned by an optimizer and differs between ranks 0 and 1, though nothing shards it. "
+    refused(url, state, body, f"{why}If it should be the same there, {DIVERGED}. If these are different tensors")
     assert check_all(url, {"model": model}, seen) == [1, 2, 3]
 
 
@@ -224,7 +226,7 @@ def hybrid_shards(url: Path) -> None:
 
     refused(url, state, body, "weight on ranks 0 and 1")
     assert check_all(url, state, seen) == [1, 2, 3]
-    with pytest.raises(ReplicasDiffer, match=r"^1 DTensor\(s\)"):
+    with pytest.raises(ReplicasDiffer, match=rf"^1 DTensor\(s\).* on ranks 0 and 1; {re.escape(DIVERGED)}$"):
         ckptlib.save(url, state, 100)
 
 
