@@ -91,9 +91,10 @@ def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
     assert done.stderr.startswith("Error: ftp://127.0.0.1:1/run: cannot be reached: ConnectionRefusedError")
 
 
-def test_as_a_module(saved: Path) -> None:
+@pytest.mark.parametrize("module", ["ckptlib", "ckptlib.cli"])
+def test_as_a_module(saved: Path, module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ckptlib.cli", "ls", saved, "--json"], capture_output=True, text=True, timeout=150
+        [sys.executable, "-m", module, "ls", saved, "--json"], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0
     assert len(json.loads(done.stdout)["steps"]) == 2
