@@ -31,6 +31,7 @@ class Forgetful(ThreadingHTTPServer):
         self.flips: int | None = None
         """In which byte of the object another bit is."""
         self.knows_crc32 = True
+        self.num_uploads = 0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -45,6 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._body()
         if "uploads" in self.path:
+            self.server.num_uploads += 1
             self._answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
             return
         if self.server.data is not None:
@@ -105,9 +107,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forgetful]:
         thread.join()
 
 
-def put(server: Forgetful) -> None:
+def put(server: Forgetful, **more: str) -> None:
     options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    with open_store("s3://bucket/run", options) as store:
+    with open_store("s3://bucket/run", {**options, **more}) as store:
         store.put("p", HEAD, [DATA])
 
 
@@ -123,3 +125,10 @@ def test_another_one_is_not(server: Forgetful, at: int) -> None:
     server.flips = at
     with pytest.raises(StoreError, match=r"run/p: cannot put: .*NoSuchUpload"):
         put(server)
+
+
+def test_obstore_sends_nothing_again_where_all_of_it_is_there(server: Forgetful) -> None:
+    """What is given but once could not be sent again: such a put would fail, of an object that is there."""
+    put(server, client="obstore")
+    assert server.data == HEAD + DATA
+    assert server.num_uploads == 1
