@@ -89,7 +89,8 @@ def _settle(
     `save`. This rank's own is put, too; a slot that proves damaged leaves `slots`."""
     last = last_step(save.generation, catalog.generation_ids(), catalog.generation)
     newer = sorted({header.save for header, _ in _ready(slots) if save < header.save and header.save.step <= last})
-    deadline, chosen = time.monotonic() + SHARES_TIMEOUT_S, save
+    now, chosen = time.monotonic(), save
+    deadline = now + min(SHARES_TIMEOUT_S, (put_until - now) / 2)
     while True:
         own = _shares(slots, chosen).get(own_rank)
         if own is not None and _is_missing(catalog, chosen, own_rank, own) and not _is_decided(catalog, chosen):
@@ -137,7 +138,11 @@ def _complete(
         is_missing = _is_missing(catalog, save, rank, shares[rank])
         if is_missing and not _persist(shares[rank], save, persister, put_until, slots):
             del shares[rank]
-    deadline = min(time.monotonic() + COMMIT_TIMEOUT_S, put_until)  # nobody puts anything later
+    now = time.monotonic()
+    left = put_until - now  # nobody puts anything later
+    if in_doubt:
+        left /= 2  # the older one may have to be put yet
+    deadline = now + min(COMMIT_TIMEOUT_S, left)
     if 0 in shares:  # of several who commit the first one counts
         world_size = shares[0].read_header().world_size
 
@@ -157,7 +162,7 @@ def _complete(
             raise StoreTimeout(str(error)) from error  # the store may be out of reach of the host that has them
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
     elif in_doubt:
-        _await_commit(catalog, save, min(deadline + SHARES_TIMEOUT_S, put_until))
+        _await_commit(catalog, save, now + min(COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S, left))
 
 
 def _await_commit(catalog: Catalog, save: SaveId, deadline: float) -> None:

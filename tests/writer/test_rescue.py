@@ -637,21 +637,27 @@ def test_a_newer_save_that_is_given_up_is_waited_for_no_longer(
     assert job.ended - told[0] < 2 * module.SHARES_TIMEOUT_S
 
 
-@pytest.mark.parametrize("rank", range(RANKS), ids=["who commits", "who waits for that"])
+@pytest.mark.parametrize(
+    ("rank", "falls_back"), [(0, False), (0, True), (1, True)], ids=["who commits", "who commits a newer one", "waits"]
+)
+@pytest.mark.parametrize("left_s", [120.0, 30.0])
 def test_nobody_waits_when_nothing_may_be_put_any_more(
-    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch, rank: int
+    job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch, rank: int, falls_back: bool, left_s: float
 ) -> None:
-    """Else a writer whose saves may take less than that were ended by its watchdog, and would not try again."""
+    """Else a writer whose saves may take less than that were ended by its watchdog, and would not try again. Who falls
+    back to the older snapshot has time to put that."""
     monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
-    save, began, left_s = job.snapshot(15), time.monotonic(), 120.0
-    if rank:
+    save, began = job.snapshot(15), time.monotonic()
+    if falls_back:
         newer = job.begun(16, 0)
-        job.hosts[1].append(slot_of(job.directory / "host1", newer, 1, 16, tensors(16)))
+        if rank:
+            job.hosts[1].append(slot_of(job.directory / "host1", newer, 1, 16, tensors(16)))
     else:
         del job.hosts[0][1]
     faked = SimpleNamespace(monotonic=lambda: began + clock.monotonic(), sleep=clock.sleep)
     monkeypatch.setattr(module, "time", faked)
     monkeypatch.setattr(commit_module, "time", faked)
     job.deadline = began + left_s
-    assert [type(error) for error in job.rescue({rank: save})] == [type(None) if rank else StoreTimeout]
-    assert job.ended < left_s + 2 * module.SHARES_TIMEOUT_S
+    assert [type(error) for error in job.rescue({rank: save})] == [type(None) if falls_back else StoreTimeout]
+    assert job.ended < left_s + (0 if falls_back else 2 * module.SHARES_TIMEOUT_S)
+    assert job.catalog.saves() == ([save] if falls_back else [])
