@@ -23,6 +23,7 @@ from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import check_kept, times_of
 from ckptlib.errors import (
+    CheckpointNotFound,
     CorruptData,
     FormatError,
     ObjectNotFound,
@@ -92,6 +93,8 @@ class Committer:
         self._put: _Put | None = None
         """The last one, where something failed as it was put, or behind that; or the step has lost something, and
         stays."""
+        self._doubted: SaveId | None = None
+        """The step whose manifest may be there, by whomever, and may have lost something: the last one."""
 
     def commit(
         self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None, left: bool = False
@@ -112,35 +115,39 @@ class Committer:
         elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
-        if left or (self._put is not None and self._put.manifest.save != save):
+        if left or self._doubted is not None:
             check_packs(catalog, save, names)  # that step would keep what this one uses, were it not gone
         catalog.shared.check_there()
         orphaned = check_may_commit(catalog, save)
         if orphaned:
             check_kept(catalog, manifest, orphaned)
         catalog.shared.put_copies(manifest.layouts)
-        put, before = _Put(manifest, elapsed, live, orphaned), self._put
-        self._put = put
+        put, before = _Put(manifest, elapsed, live, orphaned), (self._put, self._doubted)
+        self._put, self._doubted = put, save
         try:
             is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
         except (StoreDenied, StoreFull):
             if catalog.store.is_local:  # elsewhere a request before may have put it, whose answer was lost
-                self._put = before
+                self._put, self._doubted = before
             raise
         put.seconds = elapsed.at_most()
-        return self._look(put, is_own)
+        try:
+            return self._look(put, is_own)
+        except SaveFailed:
+            if is_own:  # it is taken back
+                self._put, self._doubted = before
+            raise
 
     def _look(self, put: _Put, is_own: bool) -> Manifest:
         """Behind the manifest, which is there. Raises SaveFailed as `late_commit` does."""
-        try:
-            put.look(self.catalog, is_own)
-        except SaveFailed:
-            if is_own:  # it is taken back
-                self._put = None
-            raise
+        put.look(self.catalog, is_own)
         self.catalog.shared.put_again(put.manifest.layouts)  # retention may have deleted one that no step named before
-        self._put = None
+        self._put = self._doubted = None
         return put.manifest
+
+    def doubt(self, save: SaveId) -> None:
+        """Another committer has begun with it, and is gone: the manifest may be there."""
+        self._doubted = save
 
     def manifest_of(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
         """What `commit` puts. Nothing is put yet; raises as above."""
@@ -203,10 +210,7 @@ class Committer:
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
         if self.catalog.is_committed(save):  # by one that died before it could say so, or before an outage
-            if self._put is None or self._put.manifest.save != save:
-                manifest = self.catalog.manifest(save)
-                self._put = _Put(manifest, Elapsed(), live=not left, orphaned=False, seconds=0.0, is_found=True)
-            return self._look(self._put, is_own=False)
+            return self._look_at_found(save)
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
@@ -225,17 +229,28 @@ class Committer:
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
-    def look_again(self, save: SaveId) -> None:
-        """Of a step that is committed. Raises SaveFailed where this one has put its manifest, or may have, could not
-        look behind it then, and it has lost something since."""
+    def _look_at_found(self, save: SaveId) -> Manifest:
+        """Behind a manifest that was there a moment ago. Raises SaveFailed as `late_commit` does."""
         put = self._put
-        if put is not None and put.manifest.save == save:
-            self._look(put, is_own=False)
+        if put is None or put.manifest.save != save:
+            before, self._doubted = self._doubted, save  # whatever fails from now on, it may be there
+            try:
+                manifest = self.catalog.manifest(save)
+            except CheckpointNotFound as error:
+                self._doubted = before
+                raise SaveFailed(f"step {save.step}: whoever has committed it has taken it back") from error
+            put = self._put = _Put(manifest, Elapsed(), live=False, orphaned=False, is_found=True)
+        return self._look(put, is_own=False)
+
+    def look_again(self, save: SaveId) -> None:
+        """Of a step that is committed. Raises SaveFailed where this one, or one before it that is gone, may have put
+        its manifest, nobody has looked behind it since, and it has lost something."""
+        if self.may_have_put(save):
+            self._look_at_found(save)
 
     def may_have_put(self, save: SaveId) -> bool:
         """Whether its manifest may be there, though committing it has failed."""
-        put = self._put  # read once: the watchdog asks from a thread of its own
-        return put is not None and put.manifest.save == save
+        return self._doubted == save
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, bytes | None]:
         """And rank 0's part, where it had to be read."""

@@ -85,6 +85,8 @@ def _finish_or_stay(catalog: Catalog, save: SaveId, error: SaveFailed) -> NoRetu
         if catalog.trash_record(save).reason == TAKEN_BACK:
             take_back(catalog, save)
             raise SaveFailed(f"{error}. The step was about to be taken back, which is done now") from error
+    if not catalog.is_committed(save):
+        raise SaveFailed(f"{error}. Whoever has committed it has taken it back") from error
     raise SaveFailed(
         f"{error}. It is listed and may not load: its manifest was put by another one, or some time ago, and stays. "
         "`ckptlib verify` tells what is gone"

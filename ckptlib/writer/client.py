@@ -261,7 +261,7 @@ class Writer:
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
             f"it was stopped, or hangs in the kernel; another one takes its place. See {self.log_path}"
         )
-        return [{**failure(orders[0]["save"], error), "kind": StoreTimeout.__name__, "replace": True}]
+        return [{**failure(orders[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
         kind = event["event"]

@@ -63,9 +63,10 @@ class Commits:
         if isinstance(error, StoreFull):
             self._jobs.put(partial(self._make_room, save, is_full=True))  # behind those that are decided before it
 
-    def put(self, save: SaveId, began: float) -> None:
-        """It is committed when all its parts are there. `began`: when it was begun, by the monotonic clock."""
-        self._jobs.put(partial(self._commit, save, began))
+    def put(self, save: SaveId, began: float, again: bool = False) -> None:
+        """It is committed when all its parts are there. `began`: when it was begun, by the monotonic clock. `again`: a
+        writer that is gone may have committed it."""
+        self._jobs.put(partial(self._commit, save, began, again))
 
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
         """The trainer of a rank that does not commit learns the outcome."""
@@ -75,7 +76,9 @@ class Commits:
         self._jobs.finish()
         self._sweeps.finish()
 
-    def _commit(self, save: SaveId, began: float) -> None:
+    def _commit(self, save: SaveId, began: float, again: bool) -> None:
+        if again:
+            self.committer.doubt(save)
         left, usual_s = partial(self._trainer.seconds_left, began), time.monotonic() - began
         commit = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
         try:

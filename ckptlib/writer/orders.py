@@ -11,6 +11,9 @@ from ckptlib.writer.channel import Message
 SAVES = ("persist", "commit", "void")
 """Orders that a writer answers within the deadline of a save."""
 
+COMMITS = ("drain", "commit")
+"""Orders of which a writer that is gone may have done all: its save may be committed."""
+
 
 class _OrderKey(NamedTuple):
     """There is one open order for each."""
@@ -81,7 +84,7 @@ class OpenOrders:
         failed = self.of("persist")
         for order in failed:
             self.add({**order, "op": "void", "error": error})
-        return [failure(order["save"], error) for order in failed]
+        return [failure(order, error) for order in failed]
 
     def drop_all(self) -> list[Message]:
         dropped = list(self)
@@ -93,9 +96,11 @@ def given_up(orders: Iterable[Message], error: str) -> list[Message]:
     """The answers to orders that no writer carries out. They say nothing of a save that another rank commits: whoever
     asked for its outcome may ask again. Failures come first: what has failed needs no other answer."""
     orders = list(orders)
-    failed = [failure(order["save"], error) for order in orders if order["op"] != "await"]
+    failed = [failure(order, error) for order in orders if order["op"] != "await"]
     return failed + [{"event": "undecided", "save": order["save"]} for order in orders if order["op"] == "await"]
 
 
-def failure(save: str, error: str) -> Message:
-    return {"event": "failed", "save": save, "kind": "SaveFailed", "error": error}
+def failure(order: Message, error: str) -> Message:
+    """The answer of a writer that is gone, or does not run."""
+    told = {"event": "failed", "save": order["save"], "kind": "SaveFailed", "error": error}
+    return {**told, "in_doubt": True} if order["op"] in COMMITS else told

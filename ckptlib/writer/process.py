@@ -203,9 +203,9 @@ class WriterProcess:
             self._persists.put(partial(self._persist, save, message["slot"], *how))
         elif op == "drain":
             assert self._tier is not None
-            self._tier.jobs.put(partial(self._drain, self._tier, save))
+            self._tier.jobs.put(partial(self._drain, self._tier, save, again=message.get("again", False)))
         elif op == "commit":
-            self._commits.put(save, message["began"])
+            self._commits.put(save, message["began"], message.get("again", False))
         elif op == "await":
             self._commits.put_wait(save, message["timeout_s"])
         else:
@@ -317,17 +317,18 @@ class WriterProcess:
         tier.note_new(save)
         return self._persister.persist(slot, save, deadline, may_be_parent=drains)
 
-    def _drain(self, tier: Tier, save: SaveId, puts_layout: bool = True) -> None:
+    def _drain(self, tier: Tier, save: SaveId, puts_layout: bool = True, again: bool = False) -> None:
+        """`again`: a writer that is gone may have drained it, and rank 0's may have committed it."""
         try:
             tier.drain(save, self._beginning.put, puts_layout)
         except (CkptError, OSError, ValueError) as error:
             tier.settle(save)
-            self._failures.give_up(save, error)
+            self._failures.give_up(save, error, in_doubt=again)
             self._commits.forget(save, error)
             return
         self._channel.send({"event": "drained", "save": str(save)})
         if self._rank == 0:
-            self._commits.put(save, time.monotonic())
+            self._commits.put(save, time.monotonic(), again)
         else:
             tier.settle(save)
 

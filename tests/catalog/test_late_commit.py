@@ -292,6 +292,7 @@ def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_ne
         return
     assert committer.may_have_put(save.id)
     if after is not None:
+        committer.doubt(after.id)  # as where the writer died that had both orders
         parts = [body_of(job.store.get(key), key) for key in job.keys(f"parts/{after.id}/")]
         assert pack in {key for part in parts for key, *_ in part["packs"]}
         with pytest.raises(SaveFailed, match=f"step 3: .*{pack}: no such object"):
@@ -318,6 +319,34 @@ def test_a_refusal_behind_an_answer_that_was_lost_leaves_a_step(job: SmallJob, e
     assert not writer.committer.may_have_put(save.id)
     job._committed(save.id)
     job.check()
+
+
+@pytest.mark.parametrize("ends", ["refused", "taken back"])
+def test_a_step_in_doubt_stays_so_behind_one_that_is_none(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Step 2 may be there, and lacks a pack. The commit of step 3 fails, and there is none; step 4 uses that pack."""
+    save, writer, store = job.save(), job.writers[0], job.store
+    monkeypatch.setattr(writer.store, "is_local", True)
+    writer.committer.doubt(save.id)
+    after, pack = job.save(), job.keys("packs/")[0]
+
+    def before(op: str, key: str) -> None:
+        if op == "put" and key == after.id.manifest_key:
+            if ends == "refused":
+                raise StoreFull("refused")
+            store.put(after.id.trash_key, b"a record")
+
+    writer.store.before = before
+    with pytest.raises((StoreFull, SaveFailed)):
+        writer.committer.commit_when_whole(after.id, after.world_size, lambda: 0.0)
+    assert not writer.committer.may_have_put(after.id)
+    assert writer.committer.may_have_put(save.id)
+    last = job.save()
+    Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    store.delete(pack)
+    with pytest.raises(SaveFailed, match=f"step 4: .*{pack}: no such object"):
+        writer.committer.commit_when_whole(last.id, last.world_size, lambda: 0.0)
 
 
 def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
