@@ -13,7 +13,7 @@ from functools import partial
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.catalog.sweeper import Sweeper
-from ckptlib.errors import CkptError, StoreError, StoreFull, describe
+from ckptlib.errors import CkptError, SaveFailed, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.jobs import JobThread
@@ -166,11 +166,14 @@ class Commits:
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
 
     def _is_decided(self, save: SaveId) -> bool:
-        """Whether it is committed. Raises SaveFailed when it never will be."""
+        """Whether it is committed. Raises SaveFailed when it never will be; Superseded where a newer job has begun."""
         try:
             if self._catalog.is_committed(save):
                 return True
             raise_if_failed(self._catalog, save)
+        except SaveFailed:
+            self._catalog.check_goes_on(save)  # all ranks raise one class: who acts on Superseded must not do so alone
+            raise
         except StoreError:
             if self._tier is None:  # else it is drained when the store is back
                 raise

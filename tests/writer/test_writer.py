@@ -588,6 +588,21 @@ def test_who_asks_for_too_short_a_time_is_told_of_no_failure(bench: Bench) -> No
     assert failed_parts(bench.root) == []
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_who_asks_for_a_save_of_another_rank_is_told_that_a_newer_job_has_begun(bench: Bench, newer: bool) -> None:
+    """As the rank that commits is: an error of another class on each could end one of them, and not the others."""
+    writer, save = bench.writer(rank=1, world_size=2), SaveId(1, bench.generation)
+    with open_store(str(bench.root)) as store:
+        if newer:
+            begun = GenerationId(bench.generation.number + 1, "0" * 8)
+            Catalog(store).put_generation(Generation(begun, 2, None, 0.0, {}, "here"))
+        put_failure(store, save, 0, "gave up")
+    writer.watch(save, WAIT_S)
+    found = hear(writer, "failed")
+    assert found["kind"] == ("Superseded" if newer else "SaveFailed")
+    assert ("has begun" if newer else "rank 0 failed: gave up") in found["error"]
+
+
 def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
     writer = bench.writer()
     save, slot = bench.slot(1)
