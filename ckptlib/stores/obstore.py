@@ -255,6 +255,8 @@ class ObstoreStore(Store):
             done = 0
             async for chunk in result.stream(min_chunk_size=_READ_NBYTES):
                 got = memoryview(chunk)
+                if done + got.nbytes > view.nbytes:
+                    return done + got.nbytes
                 view[done : done + got.nbytes] = got
                 done += got.nbytes
             return done
