@@ -365,5 +365,6 @@ async def _delete(client: Any, paths: str | list[str]) -> None:
     try:
         await obstore.delete_async(client, paths)
     except FileNotFoundError as error:
-        if Failure.of(error).has_no_bucket:
+        failure = Failure.of(error)
+        if failure.has_no_bucket or failure.is_page:
             raise

@@ -28,6 +28,9 @@ _CERTIFICATE = {
     **dict.fromkeys(("NotValidForName", "NotValidForNameContext"), certificates.OTHER_NAME),
 }
 """By the errors of rustls."""
+_PAGE = re.compile(r"performing (?!HEAD )[A-Z]+ .*status code: 404 Not Found: (?!\{)", re.DOTALL)
+"""Without a code of the store's: what a proxy says of a server that is away. A HEAD has no body; emulators of GCS have
+JSON."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 _NO_STORE = "answered by success without an ETag or a date"
 FOUND = "answered by success for an object that is not there"
@@ -88,6 +91,8 @@ class Failure:
     """Why a certificate was refused, where that is why TLS failed: one of `certificates`."""
     was_sent_again: bool
     """Whether the request had been sent before: what it wanted may have been done by then."""
+    is_page: bool
+    """Whether 404 is said by a page, and not by a store."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -110,6 +115,7 @@ class Failure:
             tls.group(1) if tls and broken == "Connect" else "",
             _CERTIFICATE.get(tls.group(2), certificates.UNKNOWN) if tls else "",
             _SENT_AGAIN.search(text) is not None,
+            not found and _PAGE.search(first) is not None,
         )
 
     @property
@@ -120,8 +126,8 @@ class Failure:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether what answered by success is no store."""
-        return _FOREIGN.search(self.sentence) is not None
+        """Whether what answered is no store."""
+        return self.is_page or _FOREIGN.search(self.sentence) is not None
 
     @property
     def is_busy(self) -> bool:
@@ -198,7 +204,7 @@ class Failure:
             if doing == "get":
                 return ObjectUnreadable(f"{what}: the credentials may not read it ({cause}); grant them the right to")
             return StoreDenied(f"{what}: the credentials may not do that ({cause}); grant them the right to {doing}")
-        if isinstance(error, FileNotFoundError) and doing == "get":
+        if isinstance(error, FileNotFoundError) and doing == "get" and not self.is_page:
             return ObjectNotFound(f"{where}: no such object")
         if code in _FULL or self.status == 507:
             return StoreFull(f"{what} {nbytes} bytes: {cause}; make room, raise the quota, and try again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -44,8 +45,14 @@ def client(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[(200, PAGE), (200, b""), (204, b""), (303, PAGE)], ids=["page", "empty", "nothing", "redirect"])
 def portal(client: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    with opened(client, *request.param, monkeypatch) as store:
+        yield store
+
+
+@contextmanager
+def opened(client: str, status: int, page: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     scale_limits(monkeypatch, idle_s=60.0, retry_s=0.2)
-    handler = type("Portal", (_Portal,), dict(zip(("status", "page"), request.param, strict=True)))
+    handler = type("Portal", (_Portal,), {"status": status, "page": page})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -74,3 +81,19 @@ CALLS: dict[str, Callable[[Store], object]] = {
 def test_it_is_an_outage(portal: Store, call: Callable[[Store], object]) -> None:
     with pytest.raises(StoreTimeout, match=r"s3://bucket/run/p?: cannot .*is there a proxy in the way\?"):
         call(portal)
+
+
+@pytest.fixture(params=[PAGE, b"404 page not found\n", b""], ids=["page", "text", "empty"])
+def router(client: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A proxy that has lost the way to its server for a while; some say so by 404."""
+    with opened(client, 404, request.param, monkeypatch) as store:
+        yield store
+
+
+def test_404_without_a_code_is_no_word_of_a_store(router: Store) -> None:
+    calls = {name: call for name, call in CALLS.items() if name != "size"}  # by a HEAD, whose answer has no body
+    calls["delete"] = lambda store: store.delete("p")
+    calls["delete many"] = lambda store: store.delete("p", "q")
+    for call in calls.values():
+        with pytest.raises(StoreTimeout, match=r"s3://bucket/run/p?.*: cannot .*is there a proxy in the way\?"):
+            call(router)
