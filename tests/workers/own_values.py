@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from onerank import Holder
 from torch import nn
 from torch.utils.data import DistributedSampler
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from workers.rank_cases import rank, run_cases, warnings_of_ckptlib
 
@@ -138,6 +140,11 @@ def loader(world_size: int) -> Any:
     return StatefulDataLoader(range(12), 2, sampler=sampler)  # type: ignore[arg-type, call-arg]
 
 
+def loader_of_nodes(world_size: int) -> Any:
+    sampler = DistributedSampler(range(12), world_size, min(rank(), world_size - 1), shuffle=False)  # type: ignore[arg-type]
+    return nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(sampler), 2))
+
+
 def test_one_rank_may_stand_for_an_import(directory: Path) -> None:
     alone = group_of(0)
     if rank() == 0:
@@ -149,13 +156,21 @@ def test_one_rank_may_stand_for_an_import(directory: Path) -> None:
 
 
 def test_a_loader_that_counts_for_each_rank(directory: Path) -> None:
+    counts_alone(directory, loader)
+
+
+def test_a_loader_of_nodes_counts_for_each_rank(directory: Path) -> None:
+    counts_alone(directory, loader_of_nodes)
+
+
+def counts_alone(directory: Path, make: Callable[[int], Any]) -> None:
     """Its state is alike on all ranks, and means another item with another number of them."""
-    source = loader(2)
+    source = make(2)
     assert len([batch for batch, _ in zip(source, range(1), strict=False)]) == 1
     alone = saved_by_two(directory, {"w": torch.ones(3), "data": source})
-    state = {"w": torch.ones(3), "data": loader(2)}
+    state = {"w": torch.ones(3), "data": make(2)}
     assert told_by_load(directory, state, None) == ([] if rank() else [COUNTED % 3])
-    assert told_by_load(directory, {"w": torch.ones(3), "data": loader(1)}, alone) == ([] if rank() else [COUNTED % 1])
+    assert told_by_load(directory, {"w": torch.ones(3), "data": make(1)}, alone) == ([] if rank() else [COUNTED % 1])
 
 
 COUNTED = (
@@ -176,5 +191,6 @@ if __name__ == "__main__":
             test_options_of_a_stage_go_with_its_parameters,
             test_one_rank_may_stand_for_an_import,
             test_a_loader_that_counts_for_each_rank,
+            test_a_loader_of_nodes_counts_for_each_rank,
         ]
     )
