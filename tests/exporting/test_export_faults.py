@@ -21,6 +21,7 @@ from support import make_generation, make_root, make_save, state
 
 import ckptlib
 from ckptlib.exporting import direct_file, outputs, stream
+from ckptlib.reading import reader
 from ckptlib.stores.local import LocalStore
 
 
@@ -59,6 +60,25 @@ def test_a_flipped_bit_in_any_pack(path: Path) -> None:
     with pytest.raises(ckptlib.ObjectNotFound):
         ckptlib.export(path, path.parent / "hf", format="hf")
     assert list((path.parent / "hf").iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
+def test_no_disk_is_filled_with_what_no_pack_has(path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Documents tell of more than the packs have."""
+    monkeypatch.setattr(reader, "UNSEEN_BYTES", 0)
+    for pack in (path / "packs").rglob("*.safetensors"):
+        os.truncate(pack, 4096)
+    begun: list[str] = []
+    beside = outputs.Outputs.beside
+
+    def noted(files: outputs.Outputs, name: str) -> Path:
+        begun.append(name)
+        return beside(files, name)
+
+    monkeypatch.setattr(outputs.Outputs, "beside", noted)
+    with pytest.raises(ckptlib.FormatError, match="the object has 4096 bytes, expected bytes"):
+        ckptlib.export(path, path.parent / "out", format=form)
+    assert begun == []
 
 
 def test_what_is_there_is_never_overwritten(path: Path) -> None:
