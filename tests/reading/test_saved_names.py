@@ -76,6 +76,11 @@ def test_a_rank_with_tensors_alone_has_saved_something_there() -> None:
     assert saved.below("h/x") == []
 
 
+def test_of_all_values_this_ranks_own_counts_first_and_then_the_first_that_has_one() -> None:
+    saved, _ = names(r0={"a": 1}, r1={"a": 2, "b": 3}, r2={"b": 4, "c": 5})
+    assert saved.all_values() == {"a": 1, "b": 3, "c": 5}
+
+
 def add(stages: Stages, rank: int, name: str, alias: str, holding: object) -> Any:
     """A tensor of a rank, and a further name of it."""
     entry, layout = SimpleNamespace(name=name, holding=holding), stages.layouts[f"{rank:032x}"]
