@@ -15,7 +15,7 @@ from helpers.servers import ObjectStorage, s3_client, start_seaweedfs
 from store_conformance import keys
 
 from ckptlib.errors import CkptError, ObjectExists, ObjectUnreadable, StoreDenied, StoreError, StoreTimeout
-from ckptlib.stores import LateHead, Store, io_limits, open_store
+from ckptlib.stores import LateHead, Store, io_limits, obstore_pieces, open_store
 from ckptlib.testing import FaultProxy
 
 PART = 5 << 20
@@ -111,6 +111,18 @@ def test_a_put_gets_over_what_passes(
         store.put("p", head, [DATA] if kind == "list" else in_pieces())
     assert direct.get("p") == b"head" + DATA
     assert any(request.fault for request in proxy.requests)
+
+
+@pytest.mark.parametrize("op", ["UploadPart", "CompleteMultipartUpload"])
+def test_what_is_given_but_once_is_not_sent_again_without_its_beginning(
+    store: Store, direct: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Such a put fails: what it has let go of is more than it keeps."""
+    monkeypatch.setattr(obstore_pieces, "KEPT_NBYTES", 1 << 20)
+    proxy.rules([{"match": f"^{op} ", "fault": "flip_up", "count": 1}])
+    with pytest.raises(StoreError, match="/p: cannot put: "):
+        store.put("p", b"head", in_pieces())
+    assert keys(direct) == []
 
 
 @pytest.mark.parametrize("fault", ["503", "reset_up", "stall_up", "hang_reply", "blackhole", "lost_reply", "flip_up"])
