@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import DAY_S, Ckptlib, files, of_step, on_terminal, path_of
 from helpers.increments import SIDE
-from support import age
+from support import age, of_version
 
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
@@ -105,6 +105,18 @@ def test_verify_mends_what_is_there_twice(ckptlib: Ckptlib, root: Path) -> None:
     assert "put again  copies/ckptlib.json" in said.out
     assert {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()} == expected
     assert ckptlib("verify", root, "--all", "--mend", "--json").json["mended"] == []
+
+
+def test_verify_mends_nothing_that_a_newer_ckptlib_has_written(ckptlib: Ckptlib, root: Path) -> None:
+    """What this one takes for damaged may be as it should be."""
+    for path in (root / "ckptlib.json", root / "copies" / "ckptlib.json"):
+        path.write_bytes(of_version(path.read_bytes(), 3))
+    flip_bit(next(root.glob("layouts/*")), 100)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    said = ckptlib("verify", root, "--all", "--mend")
+    assert said.code == 1
+    assert "this ckptlib reads up to 2: update ckptlib" in said.err
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
 def test_verify_wants_a_step_or_all(ckptlib: Ckptlib, saved: Path) -> None:
