@@ -48,7 +48,7 @@ from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.saving.step_metrics import StepMetrics, check_metrics
 from ckptlib.saving.turns import Turns
-from ckptlib.saving.whole_state import check_state, first_look
+from ckptlib.saving.whole_state import check_held, first_look
 from ckptlib.staging.fence import Fence
 from ckptlib.steps import Steps
 from ckptlib.stores import absolute
@@ -153,7 +153,7 @@ class Checkpointer:
             peers=peers,
             local=tier_of(local, drain, local_keep, drain_bandwidth),
         )
-        check_state(state)
+        check_held(state)
         self._state = state
         policy = policy_of(every)
         overhead_in(policy)  # refuses two budgets before anything is opened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptlib.errors import UnsupportedState
 from ckptlib.state import first_steps
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
@@ -29,6 +30,26 @@ def check_state(state: object) -> Mapping[object, object]:
     if RNG in checked:
         raise ValueError(f"{RNG!r} is reserved for ckptlib; rename that entry of the state")
     return checked
+
+
+def check_held(state: object) -> None:
+    """As `check_state`, for a state that is saved again and again, and restored into.
+
+    Raises UnsupportedState for what the `state_dict()` of a new optimizer gave. It is a copy without moments: no step
+    of the optimizer reaches it, nor does a restore reach the optimizer, and nothing else would ever tell.
+    """
+    todo: list[tuple[str, object]] = [(str(key), value) for key, value in check_state(state).items()]
+    while todo:
+        path, value = todo.pop()
+        if not isinstance(value, Mapping):
+            continue
+        if value.keys() == {"state", "param_groups"} and not value["state"]:
+            raise UnsupportedState(
+                f"{path} is what an optimizer's state_dict() gave before its first step: a copy, which no "
+                "step of the optimizer changes, and from which a restore fills no optimizer. Give the objects "
+                "themselves, such as {'model': model, 'optim': optim, 'sched': sched}, and no state_dict() of theirs"
+            )
+        todo += [(f"{path}/{key}", inner) for key, inner in value.items()]
 
 
 def whole_state(state: object, generators: object) -> dict[object, object]:

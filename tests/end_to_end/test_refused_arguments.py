@@ -46,6 +46,19 @@ def test_at_construction(tmp_path: Path, wrong: dict[str, Any], kind: type[Excep
     assert not root.exists(), "nothing is opened"
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_an_optimizers_state_dict_gave(tmp_path: Path, nested: bool) -> None:
+    """As `torch.save` is given it. Saved again and again it would stay as it was made, without moments."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    inner = {"model": model.state_dict(), "optim": optim.state_dict()}
+    name = "all/optim" if nested else "optim"
+    with pytest.raises(ckptlib.UnsupportedState, match=rf"^{name} is what .* Give the objects themselves, such as"):
+        ckptlib.Checkpointer(tmp_path / "root", {"all": inner} if nested else inner, every=1)
+    assert not (tmp_path / "root").exists(), "nothing is opened"
+    ckptlib.save(tmp_path / "root", inner, 1)  # a state of that moment is what it is
+
+
 @pytest.mark.parametrize("url", [None, b"run", {"w": torch.zeros(3)}, 7], ids=lambda url: type(url).__name__)
 def test_a_url_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
     """As that of a variable which is not set: a directory called None would take all checkpoints."""
