@@ -51,7 +51,13 @@ def _split(url: str) -> tuple[str, str]:
             f"as a str, or ./{url} if the directory is meant"
         )
     scheme, found, rest = url.partition("://")
-    return (scheme, rest) if found else ("file", url)
+    scheme, rest = (scheme, rest) if found else ("file", url)
+    if scheme in _LOCAL and rest.split("/", 1)[0] == "~":
+        raise ValueError(
+            f"{url} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the home directory "
+            f"of it: is it {os.path.expanduser(rest)}? Pass that, or ./{rest} if the directory is meant"
+        )
+    return scheme, rest
 
 
 def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
@@ -62,7 +68,7 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
 
-    Raises ValueError for a URL that has lost a slash, TypeError for options that are no dict.
+    Raises ValueError for a URL that has lost a slash and for a path below "~", TypeError for options that are no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")

@@ -76,6 +76,25 @@ def test_a_url_that_went_through_pathlib_is_no_directory(
     assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
 
 
+@pytest.mark.parametrize(
+    ("url", "meant"), [("~/run", "/run"), (Path("~/run"), "/run"), ("file://~/run", "/run"), ("~", "")]
+)
+def test_a_home_that_no_shell_has_replaced_is_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | Path, meant: str
+) -> None:
+    """It would lie where the program was started, and a restart from elsewhere would begin anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    told = re.escape(f"is it /home/somebody{meant}? Pass that, or ./~{meant} if")
+    with pytest.raises(ValueError, match=told):
+        absolute(url)
+    with pytest.raises(ValueError, match=told):
+        open_store(str(url))
+    assert [*tmp_path.iterdir()] == []
+    assert absolute("./~/run") == f"file://{tmp_path}/~/run"
+    assert absolute("~run") == f"file://{tmp_path}/~run"
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/run", "run", "memory://run"])
 def test_options_that_are_no_dict_are_refused_and_not_told(url: str) -> None:
     with pytest.raises(TypeError, match=r"storage_options: expected a dict, .* not a str") as raised:
