@@ -299,6 +299,7 @@ class WriterProcess:
                 if again:
                     self._persister.search_again()
                 return part
+            self._tier.look_there()
             self._tier.make_room(save)
             try:
                 return self._persist_on_disk(self._tier, slot, save, drains, deadline)

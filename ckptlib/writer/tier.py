@@ -18,6 +18,7 @@ from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.local_disk import DiskSweeper, Stays, disk_for, part_there, sweep_quietly
 from ckptlib.errors import CkptError, StoreError, StoreFull, describe
+from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
@@ -66,6 +67,7 @@ class Tier:
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
         self._sweeper = DiskSweeper(self._local, rank)
+        self._told_gone = False
         self.begun: Begun | None = None
         """Rank 0's: the generation as it began, until that is noted on the disk."""
         self.parents = DrainedParents(lambda: self._steps)
@@ -105,6 +107,20 @@ class Tier:
         """The newest step of earlier jobs that a restart would find on the local disks; None: there is none. From any
         thread."""
         self._earlier = frozenset() if save is None else frozenset({save})
+
+    def look_there(self) -> None:
+        """Before a save is persisted here: warns, once, where the directory that the job has opened is gone. It is made
+        anew: what is drained from there reaches the store all the same. From the thread that persists. Raises
+        StoreError."""
+        if self._told_gone or self.disk.scan(keys.ROOT):
+            return
+        self._told_gone = True
+        log.warning(
+            "local=%s is not there any more: it has no %s, which it had as the job began. Was it moved, or is its file "
+            "system not mounted? Saves go into a directory of that name that is made anew: see that its disk has room. "
+            "A restart finds no local step of before until what was there is back",
+            *(self._settings.path, keys.ROOT),
+        )
 
     def make_room(self, save: SaveId, least: bool = False) -> None:
         """Before a save is persisted here: removes objects that the disk need not hold any longer. From the thread that

@@ -106,6 +106,19 @@ def test_the_last_step_of_a_loop_and_what_save_takes_are_drained_whatever_the_po
     assert steps(tiered.bucket) == [3, 4]
 
 
+def test_a_disk_that_is_gone_is_told_of_once_and_no_step_is_lost_with_it(
+    tiered: Tiered, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+        assert "is not there any more" not in caplog.text
+        tiered.disk.rename(tiered.disk.with_name("away"))
+        for step in (2, 3):
+            tiered.saved(ckpt, step).wait_committed(WAIT_S)
+        assert caplog.text.count(f"local={tiered.disk} is not there any more: it has no ckptlib.json") == 1
+    assert [step.number for step in read_root(tiered.bucket)] == [1, 2, 3], "whole, as an oracle reads it"
+
+
 def test_a_step_that_is_on_local_disks_alone_is_drained_when_save_is_asked_for_it(tiered: Tiered) -> None:
     with tiered.open(drain=ckptlib.Steps(1000), local_keep=1) as ckpt:
         tiered.job.body()
