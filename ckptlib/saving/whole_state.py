@@ -39,11 +39,13 @@ def check_held(state: object) -> None:
     of the optimizer reaches it, nor does a restore reach the optimizer, and nothing else would ever tell.
     """
     todo: list[tuple[str, object]] = [(str(key), value) for key, value in check_state(state).items()]
+    seen: set[int] = set()
     while todo:
         path, value = todo.pop()
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or id(value) in seen:  # one that contains itself is refused by the first look
             continue
-        if value.keys() == {"state", "param_groups"} and not value["state"]:
+        seen.add(id(value))
+        if value.keys() == {"state", "param_groups"} and value["state"] == {}:
             raise UnsupportedState(
                 f"{path} is what an optimizer's state_dict() gave before its first step: a copy, which no "
                 "step of the optimizer changes, and from which a restore fills no optimizer. Give the objects "

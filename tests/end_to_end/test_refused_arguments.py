@@ -59,6 +59,13 @@ def test_what_an_optimizers_state_dict_gave(tmp_path: Path, nested: bool) -> Non
     ckptlib.save(tmp_path / "root", inner, 1)  # a state of that moment is what it is
 
 
+def test_a_state_that_contains_itself(tmp_path: Path) -> None:
+    inner: dict[str, object] = {"epoch": 1}
+    inner["parent"] = inner
+    with pytest.raises(ckptlib.UnsupportedState, match="nested deeper than"):
+        ckptlib.Checkpointer(tmp_path / "root", {"run": inner}, every=1)
+
+
 @pytest.mark.parametrize("url", [None, b"run", {"w": torch.zeros(3)}, 7], ids=lambda url: type(url).__name__)
 def test_a_url_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
     """As that of a variable which is not set: a directory called None would take all checkpoints."""
