@@ -114,11 +114,12 @@ def _put_to_place(loader: Any, state: object) -> None:
     At the end of an epoch, torchdata begins the next one in `iter()`. To know of the end it draws an item, before the
     random generators are put back, and from then on its state is that of the end. Here the first batch begins it.
     """
+    kind: Any = next(cls for cls in type(loader).__mro__ if (cls.__module__, cls.__name__) in _NODE_LOADERS)
     restarts = loader.restart_on_stop_iteration
     loader.load_state_dict(state)
     loader._iter_for_state_dict, loader.restart_on_stop_iteration = False, False
     try:
-        iterator = iter(loader)
+        iterator = kind.__iter__(loader)  # a class that inherits may put a generator around it, which runs later
     finally:
         loader.restart_on_stop_iteration = restarts
     iterator._cached_state_dict = None

@@ -154,6 +154,26 @@ def test_a_loader_that_ends_where_its_epoch_does(tmp_path: Path) -> None:
     assert len(list(other)) == given == PER_EPOCH
 
 
+def test_a_loader_that_changes_its_batches(tmp_path: Path) -> None:
+    """As one that moves them to a device: its iterator is a generator around torchdata's."""
+
+    class Moving(nodes.Loader):  # type: ignore[misc, name-defined]
+        @override
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                yield "moved", batch
+
+    loader = Moving(nodes.IterableWrapper(range(5)))
+    batches = iter(loader)
+    next(batches)
+    ckptlib.save(tmp_path, {"data": loader}, step=1)
+    rest = [*batches]
+    other = Moving(nodes.IterableWrapper(range(5)))
+    ckptlib.load(tmp_path, {"data": other})
+    assert [*other] == rest
+    assert len([*other]) == len(rest) + 1
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_batch_before_the_first_body_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: bool) -> None:
     loader = nodes.Loader(plain())
