@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -57,7 +59,9 @@ def command(output: Output, store: Store, every: float, once: bool) -> bool:
 
 
 def _watch(watcher: Watcher, url: str, every: float) -> None:
-    """Until KeyboardInterrupt. Ages go on between looks."""
+    """Until KeyboardInterrupt, or SIGTERM, as of `timeout`: the terminal has its cursor back. Ages go on between
+    looks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found: Glance | None = None
     with Live(auto_refresh=False) as live:
         while True:

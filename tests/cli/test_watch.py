@@ -65,12 +65,13 @@ class Terminal:
             pass
         return self.said
 
-    def interrupt(self) -> int:
-        self.process.send_signal(signal.SIGINT)
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
         deadline = time.monotonic() + WAIT_S
         while self.process.poll() is None and time.monotonic() < deadline:
             self._read()
             time.sleep(0.02)
+        self._read()
         return self.process.wait(1)
 
     def close(self) -> None:
@@ -232,7 +233,16 @@ def test_beside_a_run(tmp_path: Path, terminals: list[Terminal]) -> None:
     watched.wait_for("as planned")
     write_plan(plan, [])
     watched.wait_for(r"newest step +15, ")
-    assert watched.interrupt() == 0
+    assert watched.end(signal.SIGINT) == 0
+
+
+def test_sigterm_gives_the_cursor_back(saved: Path, terminals: list[Terminal]) -> None:
+    """As of `timeout`."""
+    watched = Terminal(saved, "--every", "100ms")
+    terminals.append(watched)
+    watched.wait_for("newest step 3")
+    assert watched.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert watched.said.rfind("\x1b[?25h") > watched.said.rfind("\x1b[?25l")
 
 
 def test_into_a_pipe(saved: Path) -> None:
