@@ -31,6 +31,7 @@ from ckptlib.state.leaf import (
     dtype_name,
     is_elsewhere,
     leaf_of,
+    local_of,
     refuse_freed,
     torch_dtype,
 )
@@ -38,6 +39,10 @@ from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, pl
 from ckptlib.state.wrappers import is_extra_state
 
 Setter = Callable[[object], None] | None
+
+Make = Callable[[str, TensorEntry, object], torch.Tensor | Sharded]
+"""Gives what is to be filled with a saved tensor: by its path, its entry, and what the object has now, which does not
+fit."""
 
 
 class Filler(NamedTuple):
@@ -300,8 +305,8 @@ class LoadPlan:
         if self.fills(state):
             self.then(partial(generator.set_state, state))
 
-    def tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
-        """A tensor to fill: the one that the object has, where it fits, else a new one."""
+    def tensor_for(self, path: str, now: object, make: Make) -> torch.Tensor:
+        """A tensor to fill: the one that the object has, where it fits, else one that `make` gives."""
         entry = self.saved.tensors.get(path)
         if entry is None:
             raise StateMismatch(f"{path}: the checkpoint has this tensor for other ranks alone, or not at all")
@@ -312,11 +317,11 @@ class LoadPlan:
             return now.tensor
         self.use(path)
         if fits(now, entry) and self._filled.setdefault(id(now), Filler(now, entry.name)).saved_name == entry.name:
-            tensor = now
+            target: torch.Tensor | Sharded = now
         else:  # also where the object has one tensor in two places, and the checkpoint has two
-            tensor = _make(entry, device)
-        self.fill(leaf_of(tensor, path, per_rank=False, owner=None), entry)
-        return tensor
+            target = make(path, entry, now)
+        self.fill(leaf_of(target, path, per_rank=False, owner=None), entry)
+        return local_of(target)
 
 
 def is_plain_value(name: str, value: Json) -> bool:
@@ -343,7 +348,8 @@ def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
 
 
-def _make(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+def made(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+    """A tensor of the saved shape and dtype. Raises StateMismatch where there is no room for it."""
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
     except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0

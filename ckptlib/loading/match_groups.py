@@ -10,7 +10,7 @@ import torch
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
 from ckptlib.loading.load_plan import LoadPlan
-from ckptlib.loading.trees import rebuild
+from ckptlib.loading.trees import maker, rebuild
 from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.optimizers import group_path, hyper_parameters
 
@@ -89,7 +89,9 @@ class GroupTargets:
         if isinstance(optimizer, torch.optim.AdamW):
             saved = {key: value for key, value in saved.items() if key != WHAT_ADAMW_IS}
         builds = {
-            key: rebuild(self._plan, self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            key: rebuild(
+                self._plan, self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key), maker()
+            )
             for key in options
         }
 

@@ -15,16 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.layout import OwnPerRank, Placed, TensorEntry
-from ckptlib.format.paths import join, key_of
+from ckptlib.format.paths import join, key_of, segment_of
 from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
+from ckptlib.loading.beside import Beside
 from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
-from ckptlib.state.leaf import Sharded, leaf_of, torch_dtype
+from ckptlib.state.leaf import Sharded, leaf_of, local_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of, scalars_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
-from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
+from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature
 
 UNTRAINED = (
     "{full}: not in the state: the saved optimizer had this parameter, and the one at {path!r} has not; if "
@@ -85,7 +86,7 @@ class OptimizerTargets:
         is_own = self._saved.classes.get(saved_path) == type(optimizer).__name__
         before = {name for name, group in groups.items() if group.layout == 0}
         is_alike = is_own and before == {*map(self._saved_name, chain.from_iterable(names))}
-        scalars = scalars_of(optimizer)
+        scalars, dtensors = scalars_of(optimizer), self._saved.dtensors.get(saved_path, frozenset())
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
@@ -110,7 +111,9 @@ class OptimizerTargets:
                 known = ordered if kind is None else self._known(kind, optimizer, param, full, ordered, alike)
                 if known is not None and self._fit(kind, param, full, saved_name, known):
                     numbers = frozenset[str]() if is_own and kind is None else scalars
-                    self._add_param_state(optimizer, options, param, known, kind, numbers)
+                    then, by_hand = self._saved.tensors.get(saved_name), self._params.by_hand.get(id(param))
+                    beside = Beside(self._plan, full, param, by_hand, then, dtensors)
+                    self._add_param_state(optimizer, options, beside, known, kind, numbers)
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
@@ -245,7 +248,7 @@ class OptimizerTargets:
         self,
         optimizer: torch.optim.Optimizer,
         options: Mapping[str, object],
-        param: torch.Tensor,
+        beside: Beside,
         entries: Mapping[str, str],
         kind: Kind | None,
         scalars: frozenset[str],
@@ -253,6 +256,7 @@ class OptimizerTargets:
         """`options`: the hyper-parameters that its group is going to have. `scalars`: keys whose numbers become
         tensors."""
         builds: dict[str, Callable[[], object]] = {}
+        param = beside.param
         now = optimizer.state.get(param, {})
         for key, name in entries.items():
             if name in self._saved.objects:
@@ -260,11 +264,11 @@ class OptimizerTargets:
                 subclass = kind_in(tree)
                 if subclass is not None and there is None:
                     there = self._another(optimizer, param, subclass, name)
-                build = rebuild(self._plan, tree, name, there, _device_of(param))
+                build = rebuild(self._plan, tree, name, there, beside.nested(key, name))
                 casts = self._plan.cast and kind is not None
                 builds[key] = partial(_with_floats, build, param.dtype) if casts else build
             elif name in self._saved.tensors:
-                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, options, kind))
+                builds[key] = _constant(self._state_tensor(name, key, now.get(key), beside, options, kind))
             elif key in scalars:
                 builds[key] = _constant(_scalar(self._saved.value(name), param, options))
             else:
@@ -303,36 +307,30 @@ class OptimizerTargets:
         name: str,
         key: str,
         now: object,
-        param: torch.Tensor,
+        beside: Beside,
         options: Mapping[str, object],
         kind: Kind | None,
     ) -> torch.Tensor:
         """The tensor that is there, or one such as the optimizer itself would make with the options it will have."""
-        entry = self._saved.tensors[name]
+        entry, param = self._saved.tensors[name], beside.param
         dtype = torch_dtype(entry.dtype)
         if self._plan.cast and kind is not None and key in kind.shapes and _are_floats(dtype, param.dtype):
             dtype = param.dtype
-        by_hand = self._params.by_hand.get(id(param))
-        if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
-            alike = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (param.shape, dtype)
-            tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
-            cut = Sharded(tensor, by_hand.offset, by_hand.shape)
-            self._plan.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
-            return tensor
         by_kernel = _is_by_kernel(options)
         misplaced = by_kernel and not entry.shape and isinstance(now, torch.Tensor) and now.device != _device_of(param)
+        target: torch.Tensor | Sharded
         if fits(now, entry) and now.dtype == dtype and not misplaced:
-            tensor = now
-        elif key != "step" and entry.shape == tuple(param.shape):
-            tensor = plain_like(param, dtype)
+            target = now
+        elif key != "step" and (made := beside.make(segment_of(key), entry, now, dtype)) is not None:
+            target = made
         else:
             on_device = by_kernel or (key != "step" and entry.shape)
-            tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
-            under, first = self._shared.setdefault(entry.name, (name, tensor))
+            target = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
+            under, first = self._shared.setdefault(entry.name, (name, target))
             if under != name:  # one tensor of several parameters, such as a count of steps, which is counted up once
                 return first
-        self._plan.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
-        return tensor
+        self._plan.fill(leaf_of(target, name, per_rank=False, owner=None), entry)
+        return local_of(target)
 
 
 def _device_of(param: torch.Tensor) -> torch.device:

@@ -13,7 +13,7 @@ from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.paths import join
 from ckptlib.format.values import Json, is_nest
-from ckptlib.loading.load_plan import LoadPlan
+from ckptlib.loading.load_plan import LoadPlan, Make, made
 from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.subclasses import is_subclass
 
@@ -41,7 +41,7 @@ def add_object(
     elif tree is not None:
         plan.use(name)
         now = get()
-        build = rebuild(plan, tree, name, now, device)
+        build = rebuild(plan, tree, name, now, maker(device))
         plan.then(lambda: _call_like(now, load, build()))
     else:
         if not plan.miss_kind(path, name, "an object"):
@@ -50,19 +50,22 @@ def add_object(
     return True
 
 
-def rebuild(
-    plan: LoadPlan, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
-) -> Callable[[], object]:
+def maker(device: torch.device | None = None) -> Make:
+    """Gives plain tensors, whole on each rank."""
+    return lambda path, entry, now: made(entry, device)
+
+
+def rebuild(plan: LoadPlan, tree: Json, path: str, now: object, make: Make, depth: int = 0) -> Callable[[], object]:
     """Wants the tensors of a tree; returns the function that makes the object once they are filled.
 
-    `device`: of tensors that the object has not yet.
+    `make`: gives tensors that the object has not yet.
     """
     if depth > tagged_values.MAX_DEPTH:
         raise FormatError(
             f"{path[:80]}: the layout's tree of this object is deeper than {tagged_values.MAX_DEPTH} levels"
         )
     if tree == "tensor":
-        tensor = plan.tensor_for(path, now, device)
+        tensor = plan.tensor_for(path, now, make)
         return lambda: tensor
     if tree == "value":
         plan.use(path)
@@ -70,16 +73,16 @@ def rebuild(
         return lambda: value
     match tree:
         case {"dict": list(pairs)}:
-            made = _pairs(plan, pairs, path, now, device, depth)
+            made = _pairs(plan, pairs, path, now, make, depth)
             return lambda: {key: build() for key, build in made.items()}
         case {"odict": list(pairs)}:
-            made = _pairs(plan, pairs, path, now, device, depth)
+            made = _pairs(plan, pairs, path, now, make, depth)
             return lambda: OrderedDict((key, build()) for key, build in made.items())
         case {"list": list(items)}:
-            builds = _items(plan, items, path, now, device, depth)
+            builds = _items(plan, items, path, now, make, depth)
             return lambda: [build() for build in builds]
         case {"tuple": list(items)}:
-            builds = _items(plan, items, path, now, device, depth)
+            builds = _items(plan, items, path, now, make, depth)
             return lambda: tuple(build() for build in builds)
         case {"subclass": dict(kind)}:
             return _subclass(plan, kind, path, now)
@@ -102,7 +105,7 @@ def _subclass(plan: LoadPlan, kind: Mapping[str, Json], path: str, now: object) 
 
 
 def _pairs(
-    plan: LoadPlan, pairs: list[Json], path: str, now: object, device: torch.device | None, depth: int
+    plan: LoadPlan, pairs: list[Json], path: str, now: object, make: Make, depth: int
 ) -> dict[Any, Callable[[], object]]:
     made: dict[Any, Callable[[], object]] = {}
     for key, tree in tagged_values.decode_keys(pairs, path, depth):
@@ -111,15 +114,15 @@ def _pairs(
             name = join(path, key)
         except ValueError as error:  # an int of more digits than Python converts
             raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
-        made[key] = rebuild(plan, cast(Json, tree), name, inner, device, depth + 1)
+        made[key] = rebuild(plan, cast(Json, tree), name, inner, make, depth + 1)
     return made
 
 
 def _items(
-    plan: LoadPlan, trees: list[Json], path: str, now: object, device: torch.device | None, depth: int
+    plan: LoadPlan, trees: list[Json], path: str, now: object, make: Make, depth: int
 ) -> list[Callable[[], object]]:
     have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
-    return [rebuild(plan, tree, join(path, i), have[i], device, depth + 1) for i, tree in enumerate(trees)]
+    return [rebuild(plan, tree, join(path, i), have[i], make, depth + 1) for i, tree in enumerate(trees)]
 
 
 def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:

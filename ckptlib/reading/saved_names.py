@@ -56,6 +56,8 @@ class SavedNames:
         """By path of an optimizer: parameter name to group."""
         self.classes: dict[str, str] = {}
         """By path of an optimizer: the name of its class, where the checkpoint tells it."""
+        self.dtensors: dict[str, frozenset[str]] = {}
+        """By path of an optimizer: keys of state, see `ckptlib.state.optimizers.whole_dtensors`."""
         self._orders: dict[str, dict[frozenset[str], list[str]]] = {}
         """By path of an optimizer and keys of a parameter's state: the order they had."""
         self._positions: dict[str, dict[str, int]] = {}
@@ -89,6 +91,9 @@ class SavedNames:
             case {"class": str(name), "keys": list(orders)}:
                 self.classes.setdefault(path, name)
                 self._add_orders(path, orders)
+        match tree["optimizer"]:
+            case {"dtensors": list(keys)}:
+                self.dtensors[path] = self.dtensors.get(path, frozenset()).union(map(str, keys))
 
     def _add_orders(self, path: str, orders: list[Json]) -> None:
         known, positions = self._orders.setdefault(path, {}), self._positions.setdefault(path, {})

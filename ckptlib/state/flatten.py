@@ -22,7 +22,7 @@ from ckptlib.format.paths import join, segment_of
 from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
-from ckptlib.state.leaf import PLAIN, Sharded, refuse_freed
+from ckptlib.state.leaf import PLAIN, Sharded, is_sharded, refuse_freed
 from ckptlib.state.made_tensors import lost
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
@@ -35,8 +35,10 @@ from ckptlib.state.optimizers import (
     refuse_strangers,
     saying_how,
     state_path,
+    tensors_in,
     warn_of_positions,
     warn_of_unsaved,
+    whole_dtensors,
 )
 from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.rng import RngState
@@ -293,10 +295,14 @@ class _Walk(Visitor[bool], Collector):
                 sight = self._memo.sections[key].sight
                 self._memo.optimizers[key] = KnownOptimizer(entries, sight, names, described)
         if mixed:
-            for name, _, value, is_own in content():
-                if not isinstance(value, torch.Tensor):
-                    with saying_how(optimizer):
-                        self.add_object(value, name, is_own)
+            for name, param, value, is_own in content():
+                if isinstance(value, torch.Tensor):
+                    continue
+                if not is_own and (id(param) in self.by_hand or is_sharded(param)):
+                    # a plain tensor that differs between ranks is a part then, and nothing tells of what
+                    self.owners.update((id(tensor), optimizer) for _, tensor in tensors_in(value, ""))
+                with saying_how(optimizer):
+                    self.add_object(value, name, is_own)
 
     def _look_for(
         self, params: Sequence[torch.Tensor], names: list[list[str]], optimizer: torch.optim.Optimizer, path: str
@@ -364,4 +370,6 @@ def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:
 def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
     """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
     orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
-    return {"groups": names, "class": type(optimizer).__name__, "keys": orders}  # type: ignore[dict-item]
+    dtensors = whole_dtensors(optimizer)
+    described: dict[str, Any] = {"groups": names, "class": type(optimizer).__name__, "keys": orders}
+    return cast(Json, {**described, "dtensors": dtensors} if dtensors else described)

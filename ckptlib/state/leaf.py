@@ -1,6 +1,7 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-Of state and loading, only this file, `places`, `subclasses`, `made_tensors` and `match_optimizers` know DTensor.
+Of state and loading, only this file, `places`, `subclasses`, `made_tensors`, `optimizers`, `beside` and
+`match_optimizers` know DTensor.
 """
 
 from __future__ import annotations
@@ -164,6 +165,11 @@ def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor of which a rank has a part."""
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
 def home_of(meta: torch.Tensor) -> torch.device:
     """Where a tensor without memory belongs."""
     if isinstance(meta, DTensor):
@@ -188,10 +194,11 @@ def mesh_of(tensor: DTensor) -> Mesh:
 
 def placements_of(tensor: DTensor, name: str) -> tuple[sharding.Placement, ...]:
     """DTensor's placements in our words. Raises UnsupportedState for Partial and for what nobody taught us."""
-    return tuple(_placement(p, tensor.ndim, name) for p in tensor.placements)
+    return tuple(placement_of(p, tensor.ndim, name) for p in tensor.placements)
 
 
-def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
+def placement_of(placement: Any, ndim: int, name: str) -> sharding.Placement:
+    """As `placements_of`, of one axis of the mesh and a tensor of so many dims."""
     if isinstance(placement, torch_placements.Replicate):
         return sharding.Replicate()
     if isinstance(placement, torch_placements._StridedShard):

@@ -15,7 +15,7 @@ from ckptlib.format import values
 from ckptlib.loading.load_plan import LoadPlan
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.selection import Selection
-from ckptlib.loading.trees import rebuild
+from ckptlib.loading.trees import maker, rebuild
 from ckptlib.reading.committed import Committed
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.stores import open_store
@@ -92,4 +92,4 @@ def test_trees_that_nothing_can_be_built_of_are_refused(root: Root, tree: values
         saved = SavedNames(Reader(Committed(catalog, catalog.manifest(catalog.resolve(root.step))), 0))
         filling = LoadPlan(saved, Selection(None, None), cast=False)
         with pytest.raises((StateMismatch, FormatError), match=r"^c"):
-            rebuild(filling, tree, "c", None)
+            rebuild(filling, tree, "c", None, maker())

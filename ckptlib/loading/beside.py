@@ -1,0 +1,173 @@
+"""Saved state that stands beside a parameter in an optimizer, such as a momentum or a factor of it: how it is divided
+where the parameter is divided now.
+
+Knows placements and boxes, and not what an optimizer means by its state: as the state was divided where the parameter
+was divided, so it is again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import placement_types as torch_placements
+
+from ckptlib.format import sharding
+from ckptlib.format.layout import ByHand, Placed, TensorEntry
+from ckptlib.format.paths import segment_of
+from ckptlib.format.sharding import Replicate
+from ckptlib.loading.load_plan import LoadPlan, Make, made
+from ckptlib.state.leaf import Sharded, mesh_of, placement_of, torch_dtype
+from ckptlib.state.places import own_part
+from ckptlib.state.subclasses import plain_like
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A parameter, then and now."""
+
+    plan: LoadPlan
+    path: str
+    """Of the parameter's state, as this program has it."""
+    param: torch.Tensor
+    """As the optimizer has it here."""
+    by_hand: Sharded | None
+    """It is cut so here."""
+    then: TensorEntry | None
+    """As it was saved, if it was."""
+    dtensors: Collection[str]
+    """Keys of the optimizer's state whose tensors were DTensors that were whole on each rank: a layout has these and
+    plain tensors alike."""
+
+    def make(self, key: str, entry: TensorEntry, now: object, dtype: torch.dtype) -> torch.Tensor | Sharded | None:
+        """What is to be filled with saved state; None: a plain tensor, whole on each rank.
+
+        `key`: a path, below that of the parameter's state. `now`: what the optimizer has there, which does not fit.
+        """
+        why = self._why_not(key, entry, now)
+        if why is not None:
+            self.plan.mismatch(f"{self.path}/{key}: {why}")
+        if entry.shape == self._shape and self._was_like_the_parameter(entry):
+            return plain_like(self.param, dtype) if self.by_hand is None else _cut(self.by_hand, now, dtype)
+        if isinstance(self.param, DTensor) and (key in self.dtensors or _is_sharded(entry)):
+            return _placed(self.param, self._dims(entry), entry, dtype)
+        return None
+
+    def nested(self, key: str, saved_name: str) -> Make:
+        """Gives what is to be filled within a container that the state has. `saved_name`: of that."""
+
+        def make(path: str, entry: TensorEntry, now: object) -> torch.Tensor | Sharded:
+            found = self.make(segment_of(key) + path[len(saved_name) :], entry, now, torch_dtype(entry.dtype))
+            return made(entry, own_part(self.param).device) if found is None else found
+
+        return make
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, here."""
+        return tuple(self.param.shape if self.by_hand is None else self.by_hand.shape)
+
+    def _why_not(self, key: str, entry: TensorEntry, now: object) -> str | None:
+        """The message, where nothing tells which part of it belongs here."""
+        local = tuple(own_part(self.param).shape)
+        if not entry.shape or key in self.dtensors or _is_sharded(entry):
+            return None
+        if isinstance(self.param, DTensor) and entry.shape == self._shape != local == _shape_of_plain(now):
+            return (
+                f"is {list(entry.shape)}, as all of the parameter is, and the optimizer has a plain tensor of "
+                f"{list(local)}, as this rank's part of it is, which no other number of ranks could load: let it keep "
+                "a DTensor, as torch.zeros_like(param) makes it"
+            )
+        if entry.shape == self._part_then() and entry.shape != local and self.then is not None:
+            return (
+                f"is {list(entry.shape)}, as each rank's part of the parameter of {list(self.then.shape)} was when it "
+                f"was saved, and this rank's is {list(local)} now: was it a piece, nothing tells of what. Load it with "
+                "as many ranks as before; or, if it was whole, take a step first, so that the optimizer has one to fill"
+            )
+        return None
+
+    def _was_like_the_parameter(self, entry: TensorEntry) -> bool:
+        """Whether state of a parameter's shape was divided as that was. So it is, for all that is known, where the
+        parameter was whole."""
+        if self.then is None or entry.shape != self.then.shape or isinstance(entry.holding, ByHand):
+            return True
+        if isinstance(self.then.holding, ByHand):
+            return False
+        return all(dim == own for dim, own in self._dims(entry).items())
+
+    def _dims(self, entry: TensorEntry) -> dict[int, int | None]:
+        """By dim of the parameter that was sharded: the dim of the state that was sharded with it, if any."""
+        if self.then is None or not isinstance(self.then.holding, Placed) or not isinstance(entry.holding, Placed):
+            return {}
+        placements, own = self.then.holding.placements, entry.holding.placements
+        if not _is_sharded(entry):
+            return {p.dim: None for p in placements if not isinstance(p, Replicate)}
+        if self.then.holding.mesh != entry.holding.mesh:
+            return {}
+        dims: dict[int, int | None] = {}
+        for its, mine in zip(placements, own, strict=True):
+            if not isinstance(its, Replicate):
+                dims.setdefault(its.dim, None if isinstance(mine, Replicate) else mine.dim)
+        return dims
+
+    def _part_then(self) -> tuple[int, ...] | None:
+        """The shape of each rank's part of the parameter, where that was sharded evenly."""
+        if self.then is None or not _is_sharded(self.then):
+            return None
+        assert isinstance(self.then.holding, Placed)
+        mesh, placements = self.then.holding.mesh.shape, self.then.holding.placements
+        corners = [(0,) * len(mesh), tuple(n - 1 for n in mesh)]
+        first, last = (sharding.shape_local(self.then.shape, mesh, placements, corner) for corner in corners)
+        return first if first == last else None
+
+
+def _is_sharded(entry: TensorEntry) -> bool:
+    """Whether it was a DTensor that any axis of its mesh shards, be it of one rank."""
+    placements = entry.holding.placements if isinstance(entry.holding, Placed) else ()
+    return any(not isinstance(placement, Replicate) for placement in placements)
+
+
+def _shape_of_plain(tensor: object) -> tuple[int, ...] | None:
+    return None if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor) else tuple(tensor.shape)
+
+
+def _cut(param: Sharded, now: object, dtype: torch.dtype) -> Sharded:
+    """A piece that is cut as the parameter is: the one that is there, where it fits."""
+    piece = param.tensor
+    if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (piece.shape, dtype):
+        return Sharded(now, param.offset, param.shape)
+    return Sharded(torch.empty_like(piece, dtype=dtype, requires_grad=False), param.offset, param.shape)
+
+
+def _placed(param: DTensor, dims: dict[int, int | None], entry: TensorEntry, dtype: torch.dtype) -> DTensor:
+    """A DTensor of a saved tensor's shape, sharded in these of its dims where those of the parameter are: see `_dims`.
+
+    A dim of the parameter that was not sharded before tells nothing: along that the tensor is whole on each rank.
+    """
+    placements = [_along(placement, dims, param.ndim) for placement in param.placements]
+    coordinate = param.device_mesh.get_coordinate()
+    local: tuple[int, ...] = (0,)
+    if coordinate is not None:
+        told = [placement_of(placement, len(entry.shape), entry.name) for placement in placements]
+        local = sharding.shape_local(entry.shape, mesh_of(param).shape, told, coordinate)
+    return DTensor.from_local(
+        torch.empty(local, dtype=dtype, device=own_part(param).device),
+        param.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(entry.shape),
+        stride=torch.empty(entry.shape, device="meta").stride(),
+    )
+
+
+def _along(placement: Placement, dims: dict[int, int | None], ndim: int) -> Placement:
+    """The placement on the mesh axis where the parameter, of so many dims, has this one."""
+    if isinstance(placement, (torch_placements.Shard, torch_placements._StridedShard)):
+        dim = dims.get(placement.dim % ndim)
+        if dim is not None and isinstance(placement, torch_placements._StridedShard):
+            return torch_placements._StridedShard(dim, split_factor=placement.split_factor)
+        if dim is not None:
+            return torch_placements.Shard(dim)
+    return torch_placements.Replicate()
