@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from ckptlib.errors import StateMismatch
@@ -171,8 +171,7 @@ class SavedNames:
             found = self._elsewhere.get(above)
             if found is not None and found.reach(name):
                 return found
-        nearest = sorted(range(1, len(self._digests)), key=lambda layout: -self._depth(layout, name))
-        for other in map(self._rank_values, nearest[:LAYOUTS_ASKED]):
+        for other in map(self._rank_values, islice(self._by_nearness(name), LAYOUTS_ASKED)):
             if other.reach(name):
                 self._elsewhere[name] = other
                 return other
@@ -183,10 +182,19 @@ class SavedNames:
             self._rank_values_by_layout[layout] = RankValues(self.values_with(layout))
         return self._rank_values_by_layout[layout]
 
-    def _depth(self, layout: int, name: str) -> int:
-        """In how many levels, from the top, a name goes the same way as one of the layout."""
-        names = self._names(layout)
-        return max((above.count("/") + 1 for above in _above(name) if any_below(names, above)), default=0)
+    def _by_nearness(self, name: str) -> Iterator[int]:
+        """The other layouts: those first that have names below the longest path above a name. None is looked at before
+        it is asked for: of hundreds of layouts times thousands of names, that would take minutes."""
+        left = list(range(1, len(self._digests)))
+        for above in reversed(_above(name)):
+            beside = []
+            for layout in left:
+                if any_below(self._names(layout), above):
+                    yield layout
+                else:
+                    beside.append(layout)
+            left = beside
+        yield from left
 
     def _names(self, layout: int) -> list[str]:
         """Of a layout: its names of tensors and objects, sorted."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ckptlib.format.layout import OwnPerRank
+from ckptlib.reading import saved_names
 from ckptlib.reading.saved_names import LAYOUTS_ASKED, SavedNames
 
 RANKS = 40
@@ -42,6 +45,24 @@ def test_a_value_of_another_stage_costs_one_part() -> None:
     assert stages.asked == {0}
     assert saved.value("s35/n") == 7
     assert stages.asked == {0, 35}
+
+
+def test_a_value_of_a_stage_is_found_without_a_look_at_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tens of thousands of values, each would cost one at each of hundreds of layouts."""
+    saved, _ = names(r3={"s3/deep/n": 1})
+    looks: list[str] = []
+    look = saved_names.any_below
+    monkeypatch.setattr(saved_names, "any_below", lambda *asked: looks.append(asked[1]) or look(*asked))
+    assert saved.value("s3/deep/n") == 1
+    assert len(looks) == RANKS - 1 + 3, "all at its own level, and those up to the one at the level above"
+
+
+def test_the_layouts_that_have_names_nearest_to_a_value_come_first() -> None:
+    saved, stages = names(r0={})
+    for rank, below in ((7, "a/b/c/x"), (20, "a/b/x"), (5, "a/x"), (30, "a/b/c/y")):
+        stages.layouts[f"{rank:032x}"].objects[below] = "tensor"
+    assert list(saved._by_nearness("a/b/c/n"))[:5] == [7, 30, 20, 5, 1]
+    assert sorted(saved._by_nearness("a/b/c/n")) == list(range(1, RANKS))
 
 
 def test_a_value_that_nobody_has_costs_few_parts() -> None:
