@@ -125,3 +125,26 @@ def test_what_another_rank_has_as_its_own_counts_under_none_of_its_names() -> No
     add(stages, 1, "c", "d", OwnPerRank())
     saved = SavedNames(stages)  # type: ignore[arg-type]
     assert saved.tensors == {"a": own, "b": own}
+
+
+def test_what_a_rank_has_that_takes_the_place_of_another() -> None:
+    """Tensors alone are something, and so are values; nobody takes a place where fewer or more ranks load."""
+    stages = Stages({0: {"v": 1}, 1: {"w": 2}})
+    stages.layouts[f"{0:032x}"].index["t/x"] = 0
+    for as_many in (True, False):
+        saved = SavedNames(stages, as_many=as_many)  # type: ignore[arg-type]
+        names = ["v", "t", "t/x", "w", "other"]
+        assert [saved.has_own(name) for name in names] == [as_many, as_many, as_many, False, False]
+        assert [saved.others_alone(name) for name in names] == [False, False, False, as_many, as_many]
+
+
+def test_objects_whose_tensors_each_rank_had_as_its_own() -> None:
+    """Where this rank has some of it, there is nothing to ask another for; of what has no such tensor neither."""
+    stages = Stages({})
+    for rank, holding in enumerate([OwnPerRank(), OwnPerRank(), None, OwnPerRank()]):
+        add(stages, rank, f"s{rank}/sched/x", f"s{rank}/alias", holding)
+    stages.layouts[f"{0:032x}"].index["s3/sched/y"] = 1
+    saved = SavedNames(stages)  # type: ignore[arg-type]
+    names = [f"s{rank}/sched" for rank in range(4)]
+    assert [saved.is_of_others(name) for name in names] == [False, True, False, False]
+    assert not saved.is_of_others("other")
