@@ -65,8 +65,8 @@ def saying_how(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     except UnsupportedState as error:
         raise UnsupportedState(
-            f"{error}. It is in the state of a {type(optimizer).__name__}, which makes it: put in the optimizer's "
-            "place an object whose state_dict() gives the optimizer's, with vars(x), or list(x) of a deque, in place "
+            f"{error} (in the state of a {type(optimizer).__name__}, which makes it). Put in the optimizer's place an "
+            "object whose state_dict() gives the optimizer's, with vars(x), or list(x) of a deque, in place "
             "of each x, and whose load_state_dict() gives that to the optimizer's, and then makes each x again in "
             "optimizer.state"
         ) from None

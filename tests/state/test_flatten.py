@@ -473,7 +473,7 @@ def endless(kind: str) -> object:
 
 @pytest.mark.parametrize("kind", ["list", "dict", "plain", "deep", "object", "plain object", "group", "state"])
 def test_what_contains_itself_is_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedState, match=r"^there.*nested deeper than 100 levels; does it contain itself\?$"):
+    with pytest.raises(UnsupportedState, match=r"^there.*nested deeper than 100 levels; does it contain itself\?"):
         flatten({"there": endless(kind)})
 
 
