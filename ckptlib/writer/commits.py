@@ -73,7 +73,11 @@ class Commits:
         self._jobs.put(partial(self._await, save, timeout_s))
 
     def finish(self) -> None:
+        """Waits for all that is to be committed."""
         self._jobs.finish()
+
+    def finish_sweeps(self) -> None:
+        """Waits for the removal of old steps."""
         self._sweeps.finish()
 
     def _commit(self, save: SaveId, began: float, again: bool) -> None:

@@ -99,11 +99,14 @@ class WriterProcess:
         if self._tier is not None:
             self._tier.jobs.finish()
         self._commits.finish()
+        if closed:  # else a deletion that hangs would hold up the rescue
+            self._commits.finish_sweeps()
         if self._account is not None:
             self._account.finish()
         if self._is_left:
             self._slots.abandon()
             self._slots.await_successor(None if self._held is None else self._rescue)
+        self._commits.finish_sweeps()
 
     @property
     def _is_left(self) -> bool:

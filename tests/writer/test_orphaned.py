@@ -1,0 +1,62 @@
+"""A writer whose trainer is gone persists what is in memory only, whatever else it has yet to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from helpers.fault_log import operations
+from helpers.writers import Bench, alive, hear, until
+
+from ckptlib.policy.keep import Keep
+from ckptlib.stores.testing import write_plan
+from ckptlib.writer.client import Writer
+
+KEEP_SLOTS_S = 4.0
+"""Half of it passes before a rescue begins."""
+
+DEADLINE_S = 20.0
+"""Of a save; a rescue takes half of it, since shares of other ranks may come."""
+
+
+class Faulty:
+    """A writer behind a store with faults."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.plan = bench, bench.directory / "plan.json"
+        write_plan(self.plan, [])
+
+    def writer(self, **more: object) -> Writer:
+        url = f"fault+file://{self.bench.root}?plan={quote(str(self.plan))}"
+        return self.bench.writer(url=url, deadline_s=DEADLINE_S, keep_slots_s=KEEP_SLOTS_S, **more)
+
+    def met(self) -> bool:
+        return any(line["fault"] for line in operations(self.plan))
+
+    def manifests(self, step: int) -> list[Path]:
+        return [*self.bench.root.glob(f"steps/{step:012d}-*.json")]
+
+
+@pytest.fixture
+def faulty(bench: Bench) -> Faulty:
+    return Faulty(bench)
+
+
+@pytest.mark.slow
+def test_a_deletion_that_hangs_holds_up_no_rescue(faulty: Faulty) -> None:
+    write_plan(faulty.plan, [{"op": "put", "key": "^trash/", "action": "stall", "seconds": 1e6}])
+    writer = faulty.writer(keep=Keep(last=1).to_json())
+    for step in (1, 2):
+        save, slot = faulty.bench.slot(step)
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+        hear(writer, "committed")
+    until(faulty.met)
+    save, slot = faulty.bench.slot(3)
+    writer.add_slot(slot.path)
+    writer.held(save)
+    writer.leave()
+    until(lambda: bool(faulty.manifests(3)) or not alive(writer.pid))
+    assert faulty.manifests(3)
+    until(lambda: not slot.path.exists())
