@@ -146,6 +146,10 @@ class WriterProcess:
     def _rescue(self, slots: list[Slot]) -> None:
         """Raises StoreError where the store fails, which may pass; not where it is full."""
         assert self._held is not None
+        if self._beginning.owes_record:
+            told = "step %d stays in memory only: the record of its generation is not in the store"
+            log.warning(told, self._held.step)
+            return
         save, deadline = left_of(slots, self._held), time.monotonic() + self._trainer.deadline_s
         try:
             with self._watchdog.work("rescue", save, deadline):

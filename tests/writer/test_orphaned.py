@@ -8,7 +8,10 @@ from urllib.parse import quote
 import pytest
 from helpers.fault_log import operations
 from helpers.writers import Bench, alive, hear, until
+from workers.crash_spare import ROOT_ID
 
+from ckptlib.format.keys import GenerationId
+from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.testing import write_plan
 from ckptlib.writer.client import Writer
@@ -60,3 +63,23 @@ def test_a_deletion_that_hangs_holds_up_no_rescue(faulty: Faulty) -> None:
     until(lambda: bool(faulty.manifests(3)) or not alive(writer.pid))
     assert faulty.manifests(3)
     until(lambda: not slot.path.exists())
+
+
+@pytest.mark.slow
+def test_a_step_of_a_generation_without_a_record_is_none(faulty: Faulty) -> None:
+    """Nobody would know what came before it."""
+    write_plan(faulty.plan, [{"op": "put", "key": "^generations/", "action": "error"}])
+    writer = faulty.writer()
+    faulty.bench.generation = GenerationId(2, "00000002")
+    record = Generation(faulty.bench.generation, 1, None, 0.0, {}, "here")
+    writer.begin(record.encode().decode(), ROOT_ID, 3, continues=False, now=True)
+    hear(writer, "not-begun")
+    save, slot = faulty.bench.slot(3)
+    writer.add_slot(slot.path)
+    writer.held(save)
+    write_plan(faulty.plan, [])
+    writer.leave()
+    until(lambda: not alive(writer.pid))
+    assert not faulty.manifests(3)
+    assert not slot.path.exists()
+    assert "the record of its generation is not in the store" in writer.log_path.read_text()
