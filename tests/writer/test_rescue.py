@@ -481,7 +481,7 @@ def test_only_an_outage_is_a_reason_to_try_again(
     monkeypatch.setattr(process, "rescue", fail)
     writer = SimpleNamespace(_held=job.snapshot(15), _rank=0, _direct=None, _commits=SimpleNamespace(committer=None))
     writer._watchdog = SimpleNamespace(work=lambda *given: contextlib.nullcontext())
-    writer._trainer = SimpleNamespace(deadline_s=60.0)
+    writer._trainer, writer._beginning = SimpleNamespace(deadline_s=60.0), SimpleNamespace(owes_record=False)
     with pytest.raises(StoreError) if again else contextlib.nullcontext():
         WriterProcess._rescue(writer, [])  # type: ignore[arg-type]
 
