@@ -298,6 +298,8 @@ class Outcomes:
 
     def wait_staged(self, staging: Staging, timeout_s: float | None) -> None:
         self._owner.check()
+        with self.turn:  # another thread that has it takes this snapshot, and is about to let it go
+            staging.fail_left()
         staging.wait_sealed(timeout_s)
 
     def wait_released(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:

@@ -113,7 +113,7 @@ class Staging:
 
     def fail_left(self) -> None:
         """Fails it unless it was let `go`: who began it was interrupted in between, as by Ctrl-C, and nothing may have
-        kept anybody from writing to its tensors since. Main thread."""
+        kept anybody from writing to its tensors since. Never while it is begun: see `Outcomes.turn`."""
         if self._hand_over is not None:
             self.error = SaveFailed(f"step {self.step} was not saved: it was interrupted as its snapshot began")
             self.go()
@@ -148,8 +148,7 @@ class Staging:
             raise WaitTimeout(f"the snapshot of step {self.step} was not ready within {timeout_s} s")
 
     def wait_sealed(self, timeout_s: float | None) -> None:
-        """Returns when it is ready. Raises what made it fail, or WaitTimeout. Main thread."""
-        self.fail_left()
+        """Returns when it is ready. Raises what made it fail, or WaitTimeout. Any thread."""
         self.wait_done(timeout_s)
         if self.error is not None:
             raise self.error

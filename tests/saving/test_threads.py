@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,34 @@ def test_a_thread_that_waits_for_a_store_that_hangs_does_not_hold_up_the_trainin
 
         os.kill(writer_of(ckpt).pid, signal.SIGCONT)
         assert told.result() == 1
+
+
+class _AskedByAnother(ckptlib.Policy):
+    """Asked within `after_step`, when a save has been taken and its copy has yet to be let go: another thread has just
+    seen that save, and waits for it."""
+
+    def __init__(self) -> None:
+        self.pending: Callable[[], ckptlib.Pending | None] = lambda: None
+        self.threads = ThreadPoolExecutor(1)
+        self.told: Future[int] | None = None
+
+    def due(self, step: int) -> bool:
+        pending = self.pending()
+        if pending is not None and self.told is None:
+            self.told = self.threads.submit(pending.result, WAIT_S)
+            wait([self.told], 0.5)  # where it can, it ends the save at once
+        return step == 2
+
+
+def test_a_thread_that_waits_for_a_save_that_just_begins_does_not_end_it(tmp_path: Path) -> None:
+    policy = _AskedByAnother()
+    with ckptlib.Checkpointer(tmp_path, {"w": torch.ones(100)}, every=policy) as ckpt, policy.threads:
+        policy.pending = lambda: ckpt.pending
+        for step in range(1, 5):
+            ckpt.after_step(step)
+        assert policy.told is not None
+        assert policy.told.result() == 2
+    assert [info.step for info in ckptlib.checkpoints(tmp_path)] == [2]
 
 
 class _Slow:
