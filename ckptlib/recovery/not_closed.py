@@ -31,11 +31,13 @@ def await_others(session: Session) -> None:
 
 def _await(other: Session) -> None:
     timeout_s = 1.5 * other.root.save_deadline_s  # longer than any save may take
+    with other.outcomes.turn:  # nobody is within a call that takes a snapshot
+        other.stager.fail_left()
     other.outcomes.poll()
-    deadline, asked = time.monotonic() + timeout_s, other.writer.awaited
+    deadline, asked = time.monotonic() + timeout_s, _under_way(other)
     if not asked:
         return
-    steps = ", ".join(str(step) for step in sorted(parse_save(save).step for save in asked))
+    steps = ", ".join(map(str, sorted(asked)))
     what = (
         f"{other.store.url}: another Checkpointer, or `ckptlib.save_async`, of this process still writes step {steps}"
     )
@@ -43,13 +45,21 @@ def _await(other: Session) -> None:
         "%s; restore waits for it. Close a Checkpointer, by `with` or `close`, before you make another one of its root",
         what,
     )
-    while asked & other.writer.awaited:
+    while asked & _under_way(other):
         other.outcomes.poll(0.05)
         if time.monotonic() > deadline:
             raise WaitTimeout(
                 f"{what}, which has not ended within {timeout_s:.0f} s: {other.outcomes.waits_for()}. Nothing was "
                 "restored. Close that Checkpointer and make this one again, or start the program again"
             )
+
+
+def _under_way(other: Session) -> set[int]:
+    """Steps that it may save yet. One that is expected, and that nobody copies any more, never comes: whoever took it
+    was interrupted, as by Ctrl-C."""
+    expected = {parse_save(save).step for save in other.writer.expected}
+    expected &= {*other.snapshots.settling_steps}
+    return expected | {parse_save(save).step for save in other.writer.awaited}  # last: it is where they go from there
 
 
 def _warn_of_memory(other: Session) -> None:

@@ -205,10 +205,16 @@ class Writer:
             return self._sweeps > 0 or bool(self._open.of("commit"))
 
     @property
+    def expected(self) -> set[str]:
+        """Saves whose snapshots are being taken, or were as whoever took them was interrupted."""
+        with self._lock:
+            return {order["save"] for order in self._open.of("expect")}
+
+    @property
     def awaited(self) -> set[str]:
         """Saves that a restart on this host can go on from once this writer is done with them."""
         with self._lock:
-            return {order["save"] for order in self._open.of("expect", "persist", "commit")}
+            return {order["save"] for order in self._open.of("persist", "commit")}
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
         """Asks for the outcome of a save of another committer; the answer is `committed`, `failed` or `undecided`."""

@@ -5,42 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import pytest
+from helpers.interrupted import interrupted_at
 from helpers.one_job import WAIT_S, Job, slots, steps
 from helpers.stage import num_installed
 
 import ckptlib
 from ckptlib.saving import memory
-
-
-@contextmanager
-def interrupted_at(function: str, name: str | None = None) -> Iterator[None]:
-    """As by Ctrl-C at the moment when this function of ckptlib is first called in here; of an object of that name."""
-
-    def trace(frame: FrameType, event: str, arg: object) -> None:
-        whose = frame.f_locals.get("self")
-        is_it = f"{type(whose).__name__}.{frame.f_code.co_name}" == function
-        if is_it and name in (None, getattr(whose, "name", None)):
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        sys.settrace(before)
-
 
 PLACES = {
     "Stager.begin": "the writer expects a snapshot that nobody takes",

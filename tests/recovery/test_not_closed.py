@@ -10,11 +10,13 @@ import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.inside import arena_of, session_of, snapshots_of, writer_of
+from helpers.interrupted import interrupted_at
 from helpers.one_job import WAIT_S
 from helpers.registry import forget_session, session_at
 from helpers.writers import stop, until
@@ -121,6 +123,16 @@ def test_the_next_one_waits_for_save_async(tmp_path: Path) -> None:
         assert restored(tmp_path) == (2, 1000.0)
     assert told
     forget_session(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["Stager.begin", "Stager.copy", "Steps._warn_of_metrics"])
+def test_the_next_one_waits_for_no_save_whose_begin_was_interrupted(tmp_path: Path, place: str) -> None:
+    """As by Ctrl-C in a notebook, whose traceback keeps the first one. No such save ever ends by itself."""
+    first = begun(tmp_path)
+    with interrupted_at(place):
+        first.save(2)
+    assert restored(tmp_path) == (1, 1000.0)
+    session_of(first).close(timedelta(0), clean=False)
 
 
 def test_what_an_open_one_has_in_memory_only_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
