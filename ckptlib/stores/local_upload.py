@@ -96,6 +96,8 @@ class LocalUpload:
             _write_all(self._fd, head, 0)
             os.fsync(self._fd)
             _publish(self._root, self._temp, self._key, os.fstat(self._fd))
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)  # by its time a committer tells when it came, and a flush may hang for long
             _sync_up_or_withdraw(self._root, self._key)
         except OSError as error:
             raise failure(error, "publish", self._path, self._end) from error

@@ -324,6 +324,22 @@ def test_an_answer_that_comes_too_late_or_not_at_all(
     assert temp_files(files) == []
 
 
+def test_an_object_is_as_old_as_its_name(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its bytes were there long before, as where the machine slept in the flush between the two."""
+    link = os.link
+
+    def late(source: str, name: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
+        os.utime(source, (0, 0), dir_fd=src_dir_fd)
+        link(source, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
+
+    store = LocalStore(str(files))
+    store.put("first", b"a")
+    monkeypatch.setattr(os, "link", late)
+    store.put("second", b"b")
+    first, second = store.scan("")
+    assert second.modified >= first.modified
+
+
 @pytest.mark.parametrize("nbytes", [10, 3 * PAGE_BYTES])
 def test_a_file_is_flushed_before_it_has_its_name_and_its_directories_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
