@@ -40,16 +40,20 @@ class Listener:
 
     def deliver(self) -> None:
         """Calls the user's functions with the queued events. Their errors are logged and harm nothing."""
-        if not self._delivering.acquire(blocking=False):  # a call of the user's that came back here, or another thread
-            return  # the loop below goes on with the rest
-        try:
-            while self._queue:
-                what, function = self._queue.popleft()
-                try:
-                    function()
-                except Exception:
-                    if what not in self._told:
-                        self._told.add(what)
-                        log.exception("%s raised; saves go on, and it is called again; said once", what)
-        finally:
-            self._delivering.release()
+        # Else another thread, or a call of the user's that came back here, is at it, and goes on with the rest. What
+        # came just before the release is looked for behind it: nobody else would deliver that.
+        while self._queue and self._delivering.acquire(blocking=False):
+            try:
+                self._deliver()
+            finally:
+                self._delivering.release()
+
+    def _deliver(self) -> None:
+        while self._queue:
+            what, function = self._queue.popleft()
+            try:
+                function()
+            except Exception:
+                if what not in self._told:
+                    self._told.add(what)
+                    log.exception("%s raised; saves go on, and it is called again; said once", what)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -73,5 +75,37 @@ def test_an_interrupt_is_no_failure_of_the_function() -> None:
     listener.tell(Held(2))
     with pytest.raises(KeyboardInterrupt):
         listener.deliver()
+    listener.deliver()
+    assert told == [Held(1), Held(2)]
+
+
+class _AtTheLastMoment:
+    """A lock; another thread has something to tell just before it is released for the first time."""
+
+    def __init__(self, tells: Callable[[], None]) -> None:
+        self._lock, self._tells = threading.Lock(), [tells]
+
+    def acquire(self, blocking: bool) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        for tells in self._tells:
+            self._tells = []
+            tells()
+        self._lock.release()
+
+
+def test_what_another_thread_tells_as_a_delivery_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds somebody at it, and leaves it to them: nobody may come again, as behind `close`."""
+    told: list[Event] = []
+    listener = Listener(told.append)
+
+    def tells() -> None:
+        listener.tell(Held(2))
+        listener.deliver()
+        assert told == [Held(1)]
+
+    monkeypatch.setattr(listener, "_delivering", _AtTheLastMoment(tells))
+    listener.tell(Held(1))
     listener.deliver()
     assert told == [Held(1), Held(2)]
