@@ -337,8 +337,9 @@ class Writer:
     def leave(self) -> None:
         """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""
         self.wake()
-        self._child.channel.close()
-        self._let_go()
+        with self._lock:  # a thread that listens would take the end of the channel for a death
+            self._child.channel.close()
+            self._let_go()
 
     @property
     def _patience_s(self) -> float:

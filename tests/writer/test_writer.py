@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
 from ckptlib.testing import write_plan
 from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
+from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.persist import put_failure
 
@@ -372,6 +374,35 @@ def test_no_other_one_is_started_for_whoever_has_let_go_of_it(bench: Bench, how:
     writer.watch(save, 0.0)
     assert writer.poll() == []
     assert writer.pid == pid
+    assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def test_no_other_one_is_started_for_a_thread_that_listens_as_it_is_left(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears that nobody is at the other end, which is no death of the writer."""
+    writer = bench.writer()
+    hear(writer, "ready")
+    pid, close, polled = writer.pid, Channel.close, list[Future[list[Message]]]()
+    stop(pid)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    with ThreadPoolExecutor(1) as threads:
+
+        def closing(channel: Channel) -> None:
+            monkeypatch.undo()
+            close(channel)
+            polled.append(threads.submit(writer.poll))
+            wait(polled, 0.5)  # where it can, it starts another one at once
+
+        monkeypatch.setattr(Channel, "close", closing)
+        writer.leave()
+        (told,) = polled
+        assert told.result() == []
+    assert writer.pid == pid
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: not alive(pid))
     assert [step.number for step in read_root(bench.root)] == [1]
 
 
