@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
@@ -80,7 +81,9 @@ class Beside:
                 f"{list(local)}, as this rank's part of it is, which no other number of ranks could load: let it keep "
                 "a DTensor, as torch.zeros_like(param) makes it"
             )
-        if entry.shape == self._part_then() and entry.shape != local and self.then is not None:
+        # one number, such as a count, that all ranks have alike is right for all of the parameter, part or not
+        is_one = prod(entry.shape) == 1
+        if not is_one and entry.shape == self._part_then() and entry.shape != local and self.then is not None:
             return (
                 f"is {list(entry.shape)}, as each rank's part of the parameter of {list(self.then.shape)} was when it "
                 f"was saved, and this rank's is {list(local)} now: was it a piece, nothing tells of what. Load it with "

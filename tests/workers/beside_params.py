@@ -212,6 +212,27 @@ def test_pieces_that_were_alike_when_they_were_saved_are_not_taken_for_the_whole
             assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (job.params["bias"], before)))
 
 
+def test_one_number_is_no_piece(directory: Path) -> None:
+    """A count in a tensor of one element, beside a parameter of which each rank has one."""
+    make_groups()
+    full = whole((2,), "biases")
+
+    def job(mesh: DeviceMesh | None) -> tuple[dict[str, object], Keeping, nn.Parameter]:
+        param = nn.Parameter(full if mesh is None else distribute_tensor(full, mesh, [S0], src_data_rank=None))
+        optim = Keeping({"bias": param})
+        return {"bias": param, "optim": optim}, optim, param
+
+    if rank() < 2:
+        state, optim, param = job(MESHES[2,])
+        optim.state[param] = {"count": torch.tensor([5.0]), "more": [torch.tensor([7.0])]}
+        ckptlib.save(directory, state, 1, process_group=GROUPS[1])
+    dist.barrier()
+    for mesh in (None, MESHES[1,]) if rank() < 1 else ():
+        state, optim, param = job(mesh)
+        ckptlib.load(directory, state, process_group=GROUPS[0])
+        assert optim.state[param] == {"count": torch.tensor([5.0]), "more": [torch.tensor([7.0])]}
+
+
 def test_the_whole_does_not_go_where_a_piece_is_kept(directory: Path) -> None:
     make_groups()
     if rank() < 1:
@@ -271,6 +292,7 @@ if __name__ == "__main__":
             test_each_layout_loads_into_each,
             test_pieces_in_plain_tensors_are_refused_when_they_are_saved,
             test_pieces_that_were_alike_when_they_were_saved_are_not_taken_for_the_whole,
+            test_one_number_is_no_piece,
             test_the_whole_does_not_go_where_a_piece_is_kept,
             test_what_is_nested_beside_a_parameter_that_is_cut_by_hand,
         ]
