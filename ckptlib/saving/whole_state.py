@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.state import first_steps
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
 from ckptlib.state.memo import Memo
+from ckptlib.state.visitor import are_scalars
 
 RNG = "@rng"
 """Where the random generators are kept, beside the user's own names."""
@@ -42,16 +44,19 @@ def check_held(state: object) -> None:
     seen: set[int] = set()
     while todo:
         path, value = todo.pop()
-        if not isinstance(value, Mapping) or id(value) in seen:  # one that contains itself is refused by the first look
+        is_list = isinstance(value, (list, tuple)) and not are_scalars(value)
+        if id(value) in seen or not (is_list or isinstance(value, Mapping)):
             continue
-        seen.add(id(value))
-        if value.keys() == {"state", "param_groups"} and value["state"] == {}:
+        seen.add(id(value))  # one that contains itself is refused by the first look
+        entries = dict(value.items() if isinstance(value, Mapping) else enumerate(cast(Sequence[object], value)))
+        moments = entries.get("state")
+        if entries.keys() == {"state", "param_groups"} and isinstance(moments, Mapping) and not moments:
             raise UnsupportedState(
                 f"{path} is what an optimizer's state_dict() gave before its first step: a copy, which no "
                 "step of the optimizer changes, and from which a restore fills no optimizer. Give the objects "
                 "themselves, such as {'model': model, 'optim': optim, 'sched': sched}, and no state_dict() of theirs"
             )
-        todo += [(f"{path}/{key}", inner) for key, inner in value.items()]
+        todo += [(f"{path}/{key}", inner) for key, inner in entries.items()]
 
 
 def whole_state(state: object, generators: object) -> dict[object, object]:

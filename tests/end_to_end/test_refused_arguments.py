@@ -46,22 +46,32 @@ def test_at_construction(tmp_path: Path, wrong: dict[str, Any], kind: type[Excep
     assert not root.exists(), "nothing is opened"
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_what_an_optimizers_state_dict_gave(tmp_path: Path, nested: bool) -> None:
+@pytest.mark.parametrize("above", ["", "all", "all/0"])
+def test_what_an_optimizers_state_dict_gave(tmp_path: Path, above: str) -> None:
     """As `torch.save` is given it. Saved again and again it would stay as it was made, without moments."""
     model = torch.nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
     inner = {"model": model.state_dict(), "optim": optim.state_dict()}
-    name = "all/optim" if nested else "optim"
+    state: dict[str, dict[str, object]] = {"": inner, "all": {"all": inner}, "all/0": {"all": [inner]}}
+    name = f"{above}/optim".strip("/")
     with pytest.raises(ckptlib.UnsupportedState, match=rf"^{name} is what .* Give the objects themselves, such as"):
-        ckptlib.Checkpointer(tmp_path / "root", {"all": inner} if nested else inner, every=1)
+        ckptlib.Checkpointer(tmp_path / "root", state[above], every=1)
     assert not (tmp_path / "root").exists(), "nothing is opened"
     ckptlib.save(tmp_path / "root", inner, 1)  # a state of that moment is what it is
 
 
-def test_a_state_that_contains_itself(tmp_path: Path) -> None:
-    inner: dict[str, object] = {"epoch": 1}
-    inner["parent"] = inner
+def test_what_has_no_more_than_the_keys_of_one(tmp_path: Path) -> None:
+    state = {"run": {"state": np.zeros(3), "param_groups": []}, "more": {"state": torch.zeros(3), "param_groups": []}}
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1, arena=tmp_path) as ckpt:
+        ckpt.restore()
+        ckpt.save(1)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_state_that_contains_itself(tmp_path: Path, kind: type) -> None:
+    inner: Any = kind()
+    for key in "ab":
+        inner.append(inner) if kind is list else inner.update({key: inner})
     with pytest.raises(ckptlib.UnsupportedState, match="nested deeper than"):
         ckptlib.Checkpointer(tmp_path / "root", {"run": inner}, every=1)
 
