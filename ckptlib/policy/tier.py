@@ -82,6 +82,11 @@ def tier_of(
     local: str | Path | None, drain: Policy | None, keep_last: int, bytes_per_second: float | None
 ) -> LocalTier | None:
     """What a Checkpointer was asked for. Raises ValueError for what makes sense with a local tier only."""
+    if local is not None and Path(local).parts[:1] == ("~",):
+        raise ValueError(
+            f"local={str(local)!r} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the "
+            f"home directory of it: pass {str(Path(local).expanduser())!r}, or the absolute path if that one is meant"
+        )
     if local is not None:
         return LocalTier(Path(local).absolute(), drain, keep_last, bytes_per_second)
     if (drain, keep_last, bytes_per_second) != (None, KEEP_LAST, None):
