@@ -118,6 +118,7 @@ class Drain:
         Raises StoreError where the store fails: to be tried again. What else it raises stays as it is: Superseded,
         SaveFailed where it took too long, CorruptData or SaveFailed where the disk does not have what was put on it.
         """
+        self._bucket.shared.check_there()
         self._bucket.check_goes_on(save)
         part, name, document = self._on_disk(save)
         present = {} if is_new else self._present(part)

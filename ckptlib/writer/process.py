@@ -248,7 +248,7 @@ class WriterProcess:
         )
         self._persister = self._direct = make(noted, shared=catalog.shared)
         if message.get("local") is not None:
-            self._tier = tier = Tier(LocalTier.from_json(message["local"]), noted, self._rank)
+            self._tier = tier = Tier(LocalTier.from_json(message["local"]), noted, self._rank, message["root"])
             self._persister = make(tier.disk, drained=tier.parents)
             tier.open(deadline_s, self._persister.note_upload)
             tier.gives_up_at = self._trainer.stops_draining

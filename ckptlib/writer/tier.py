@@ -42,10 +42,12 @@ TELL_EVERY_S = 600.0
 class Tier:
     """Of one rank's writer."""
 
-    def __init__(self, settings: LocalTier, store: Store, rank: int) -> None:
+    def __init__(self, settings: LocalTier, store: Store, rank: int, root_id: str) -> None:
+        """`root_id`: of the root that the job has opened in the store."""
         self._settings, self._rank = settings, rank
         self.disk: Store = disk_for(str(settings.path), store)
         self._local, self._bucket = Catalog(self.disk), Catalog(store)
+        self._bucket.shared.opened_id = root_id
         self._steps = Steps([], [])
         """Of the store, from the first one on that matters to a save, as of the last drain."""
         self._listed: ListedSteps | None = None

@@ -51,6 +51,21 @@ def test_no_step_is_saved_to_where_the_root_was(tmp_path: Path, left: str) -> No
     assert all(ckptlib.read(root, step=step)["w"].eq(step).all() for step in (1, 4))
 
 
+def test_a_local_tier_drains_nothing_to_where_the_root_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It waits for the root, as for a store that is away: what lies below a mount point is lost when that is back."""
+    root, away, w = tmp_path / "root", tmp_path / "away", torch.zeros(3000)
+    with ckptlib.Checkpointer(root, {"w": w}, every=10**9, local=tmp_path / "disk") as ckpt:
+        ckpt.save(1).wait_committed(PATIENCE_S)
+        root.rename(away)
+        w.fill_(2)
+        pending = ckpt.save(2)
+        until(lambda: pending.done() or root.exists() or "and waits for" in caplog.text)
+        assert not root.exists()
+        away.rename(root)
+        pending.wait_committed(PATIENCE_S)
+    assert ckptlib.read(root)["w"].eq(2).all()
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_job_that_ends_leaves_nothing_where_the_root_was(tmp_path: Path, saves: bool) -> None:
     """Nor its account; also one that has saved nothing."""
