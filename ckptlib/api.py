@@ -138,7 +138,8 @@ def begin_save(
     meet(process_group, url_text(url), what, timeout)
     session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep, tags)
     await_room(session)
-    return save_step(session, order)
+    with session.outcomes.turn:  # another thread may wait for an earlier save
+        return save_step(session, order)
 
 
 def load(

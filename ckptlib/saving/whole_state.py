@@ -52,8 +52,8 @@ def check_held(state: object) -> None:
         moments = entries.get("state")
         if entries.keys() == {"state", "param_groups"} and isinstance(moments, Mapping) and not moments:
             raise UnsupportedState(
-                f"{path} is what an optimizer's state_dict() gave before its first step: a copy, which no "
-                "step of the optimizer changes, and from which a restore fills no optimizer. Give the objects "
+                f"{path} is what an optimizer's state_dict() gave, without any moments: a copy, which no step of the "
+                "optimizer changes, and from which a restore fills no optimizer. Give the objects "
                 "themselves, such as {'model': model, 'optim': optim, 'sched': sched}, and no state_dict() of theirs"
             )
         todo += [(f"{path}/{key}", inner) for key, inner in entries.items()]

@@ -28,9 +28,9 @@ _CERTIFICATE = {
     **dict.fromkeys(("NotValidForName", "NotValidForNameContext"), certificates.OTHER_NAME),
 }
 """By the errors of rustls."""
-_PAGE = re.compile(r"performing (?!HEAD )[A-Z]+ .*status code: 404 Not Found: (?!\{)", re.DOTALL)
+_PAGE = re.compile(r"performing (?!HEAD )[A-Z]+ .*status code: 404 Not Found: (?!\{|Not Found\s*$)", re.DOTALL)
 """Without a code of the store's: what a proxy says of a server that is away. A HEAD has no body; emulators of GCS have
-JSON."""
+JSON, or the two words."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 _NO_STORE = "answered by success without an ETag or a date"
 FOUND = "answered by success for an object that is not there"

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
-from ckptlib.errors import StoreTimeout
+from ckptlib.errors import ObjectNotFound, StoreTimeout
 from ckptlib.stores import Store, open_store
 
 PAGE = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
@@ -97,3 +97,10 @@ def test_404_without_a_code_is_no_word_of_a_store(router: Store) -> None:
     for call in calls.values():
         with pytest.raises(StoreTimeout, match=r"s3://bucket/run/p?.*: cannot .*is there a proxy in the way\?"):
             call(router)
+
+
+@pytest.mark.parametrize("page", [b"Not Found", b"Not Found\n", b'{"error": {"code": 404}}'])
+def test_an_emulator_of_gcs_says_404_in_two_words(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By obstore; as fake-gcs-server does, or in JSON."""
+    with opened("obstore", 404, page, monkeypatch) as store, pytest.raises(ObjectNotFound):
+        store.get("p")
