@@ -27,6 +27,7 @@ from ckptlib.state.made_tensors import lost
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
 from ckptlib.state.nests import is_nest
+from ckptlib.state.optimizer_tensors import tensors_in, whole_dtensors
 from ckptlib.state.optimizers import (
     cut_like,
     group_path,
@@ -35,10 +36,8 @@ from ckptlib.state.optimizers import (
     refuse_strangers,
     saying_how,
     state_path,
-    tensors_in,
     warn_of_positions,
     warn_of_unsaved,
-    whole_dtensors,
 )
 from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.rng import RngState
@@ -243,7 +242,7 @@ class _Walk(Visitor[bool], Collector):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             refuse_strangers(optimizer, params, path)
             self._look_for(params, names, optimizer, path)
-            described = {"optimizer": _describe(optimizer, names)}
+            described = {}
         self.flat.objects[path] = cast(Json, described)
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
@@ -298,11 +297,12 @@ class _Walk(Visitor[bool], Collector):
             for name, param, value, is_own in content():
                 if isinstance(value, torch.Tensor):
                     continue
-                if not is_own and (id(param) in self.by_hand or is_sharded(param)):
-                    # a plain tensor that differs between ranks is a part then, and nothing tells of what
-                    self.owners.update((id(tensor), optimizer) for _, tensor in tensors_in(value, ""))
                 with saying_how(optimizer):
+                    if not is_own and (id(param) in self.by_hand or is_sharded(param)):
+                        # a plain tensor that differs between ranks is a part then, and nothing tells of what
+                        self.owners.update((id(tensor), optimizer) for _, tensor in tensors_in(value, name))
                     self.add_object(value, name, is_own)
+        described["optimizer"] = _describe(optimizer, names)  # now, when state without an end was refused by its name
 
     def _look_for(
         self, params: Sequence[torch.Tensor], names: list[list[str]], optimizer: torch.optim.Optimizer, path: str

@@ -1,7 +1,7 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-Of state and loading, only this file, `places`, `subclasses`, `made_tensors`, `optimizers`, `beside` and
-`match_optimizers` know DTensor.
+Of state and loading, only this file, `places`, `subclasses`, `made_tensors`, `optimizer_tensors`, `beside`
+and `match_optimizers` know DTensor.
 """
 
 from __future__ import annotations

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.errors import UnsupportedState
-from ckptlib.format.paths import join, segment_of
-from ckptlib.format.tagged_values import MAX_DEPTH
+from ckptlib.format.paths import join
 from ckptlib.state.frameworks import known_class
-from ckptlib.state.leaf import PLAIN, Sharded, storage_of
+from ckptlib.state.leaf import Sharded, storage_of
 
 log = logging.getLogger(__name__)
 
@@ -166,32 +164,3 @@ def cut_like(param: Sharded | None, value: torch.Tensor) -> torch.Tensor | Shard
     if param is None or value.shape != param.tensor.shape:
         return value
     return Sharded(value, param.offset, param.shape)
-
-
-def tensors_in(value: object, key: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of an entry of a parameter's state, each with its path below the parameter's."""
-    if isinstance(value, torch.Tensor):
-        yield key, value
-    elif isinstance(value, Mapping) and depth <= MAX_DEPTH:
-        for name, item in value.items():
-            yield from tensors_in(item, join(key, name), depth + 1)
-    elif isinstance(value, (list, tuple)) and depth <= MAX_DEPTH:
-        for i, item in enumerate(value):
-            yield from tensors_in(item, join(key, i), depth + 1)
-
-
-def whole_dtensors(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The keys of state whose tensors are DTensors that are whole on each rank, and are not placed as their parameter
-    is. Placements and shape tell no such tensor from a plain one."""
-    found = {
-        below
-        for param, state in optimizer.state.items()
-        if isinstance(param, DTensor)
-        for key, value in state.items()
-        if type(value) not in PLAIN
-        for below, tensor in tensors_in(value, segment_of(key))
-        if isinstance(tensor, DTensor)
-        and all(placement.is_replicate() for placement in tensor.placements)
-        and (tensor.shape, tensor.placements) != (param.shape, param.placements)
-    }
-    return sorted(found)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from onerank import Holder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
@@ -482,6 +482,15 @@ def test_what_contains_itself_is_no_target(tmp_path: Path, kind: str) -> None:
     ckptlib.save(tmp_path, {"x": 1}, 1)
     with pytest.raises(UnsupportedState, match=r"^there.*nested deeper than 100 levels; does it contain itself\?$"):
         ckptlib.load(tmp_path, {"there": endless(kind)})
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_state_beside_a_dtensor_that_contains_itself_is_refused(world: None, placement: Placement) -> None:
+    param = nn.Parameter(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [placement]))
+    optimizer = torch.optim.SGD([("w", param)])
+    optimizer.state[param]["x"] = endless("list")
+    with pytest.raises(UnsupportedState, match=r"^there/w/x/0.*deeper than 100 levels; does it contain itself\?"):
+        flatten({"there": optimizer})
 
 
 def test_what_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
