@@ -20,7 +20,7 @@ from ckptlib.format.layout import ByHand, Placed, TensorEntry
 from ckptlib.format.paths import segment_of
 from ckptlib.format.sharding import Replicate
 from ckptlib.loading.load_plan import LoadPlan, Make, made
-from ckptlib.state.leaf import Sharded, mesh_of, placement_of, torch_dtype
+from ckptlib.state.leaf import Sharded, is_elsewhere, mesh_of, placement_of, torch_dtype
 from ckptlib.state.places import own_part
 from ckptlib.state.subclasses import plain_like
 
@@ -73,7 +73,7 @@ class Beside:
     def _why_not(self, key: str, entry: TensorEntry, now: object) -> str | None:
         """The message, where nothing tells which part of it belongs here."""
         local = tuple(own_part(self.param).shape)
-        if not entry.shape or key in self.dtensors or _is_sharded(entry):
+        if not entry.shape or key in self.dtensors or _is_sharded(entry) or is_elsewhere(self.param):
             return None
         if isinstance(self.param, DTensor) and entry.shape == self._shape != local == _shape_of_plain(now):
             return (

@@ -233,6 +233,31 @@ def test_one_number_is_no_piece(directory: Path) -> None:
         assert optim.state[param] == {"count": torch.tensor([5.0]), "more": [torch.tensor([7.0])]}
 
 
+def test_a_rank_outside_of_the_mesh_has_no_part_that_could_be_another(directory: Path) -> None:
+    """It has all parameters, as one that made the whole model has, and a factor of the shape of the others' parts."""
+    make_groups()
+
+    def job(seed: str) -> Job:
+        made = Job("fsdp-2", seed)
+        assert made.mesh is not None
+        local = whole((2, 4), seed) if rank() < 2 else torch.empty(0, 4)
+        shape, stride = torch.Size(SHAPES["square"]), (4, 1)
+        param = DTensor.from_local(local, made.mesh, made.placements, run_check=False, shape=shape, stride=stride)
+        made.params = {"square": nn.Parameter(param)}
+        made.optim = Keeping(made.params)
+        return made
+
+    factor = whole((2, 4), "factor")
+    saved = job("saved")
+    saved.optim.state[saved.params["square"]] = {"factor": factor, "pair": [factor]}
+    ckptlib.save(directory, saved.state, 1)
+    other = job("other")
+    ckptlib.load(directory, other.state)
+    state = other.optim.state[other.params["square"]]
+    assert torch.equal(state["factor"], factor)
+    assert torch.equal(state["pair"][0], factor)
+
+
 def test_the_whole_does_not_go_where_a_piece_is_kept(directory: Path) -> None:
     make_groups()
     if rank() < 1:
@@ -293,6 +318,7 @@ if __name__ == "__main__":
             test_pieces_in_plain_tensors_are_refused_when_they_are_saved,
             test_pieces_that_were_alike_when_they_were_saved_are_not_taken_for_the_whole,
             test_one_number_is_no_piece,
+            test_a_rank_outside_of_the_mesh_has_no_part_that_could_be_another,
             test_the_whole_does_not_go_where_a_piece_is_kept,
             test_what_is_nested_beside_a_parameter_that_is_cut_by_hand,
         ]
