@@ -47,7 +47,8 @@ def operations_of_a_save(bench: Bench) -> list[dict[str, Any]]:
     bench.open(3, "end")
     assert job.join() == 0
     whole = bench.operations(writer)[count:]
-    found = [*takewhile(lambda line: not line["key"].endswith(".account"), whole)]  # which is put as the job ends
+    *found, look = takewhile(lambda line: not line["key"].endswith(".account"), whole)  # which is put as the job ends
+    assert (look["op"], look["key"]) == ("scan", "ckptlib.json"), "whether the root is there for the account"
     did = [(line["op"], line["key"].split("/")[0]) for line in found]
     assert {("write", "packs"), ("commit", "packs"), ("put", "layouts"), ("put", "parts"), ("put", "steps")} <= {*did}
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.persists import Arrays, codecs_of
-from support import make_generation, make_root
+from support import ROOT_ID, make_generation, make_root
 from workers.crash_spare import ready_slot
 
 from ckptlib.catalog.catalog import Catalog
@@ -42,7 +42,7 @@ class Saves:
         self.bucket.is_local = codec == "raw"
         self.catalog = make_root(self.bucket)
         self.generation = make_generation(self.catalog)
-        self.tier = Tier(LocalTier(directory / "disk", None, 1), self.bucket, 0)
+        self.tier = Tier(LocalTier(directory / "disk", None, 1), self.bucket, 0, ROOT_ID)
         rules = CodecRules.of(codec)
         executor = ThreadPoolExecutor(1)
         self.persister = Persister(self.tier.disk, executor, 0, 1, 1e9, rules, drained=self.tier.parents)
