@@ -97,7 +97,9 @@ def test_writer_that_dies_each_time_fails_the_save_and_training_goes_on(bench: B
         else:
             assert (outcome["what"], outcome["kind"]) == ("failed", "SaveFailed"), (rule, outcome)
             assert "died 3 times in a row" in outcome["text"]
-            assert step not in bench.listed()
+            # behind the manifest nobody knows, and each of them died as it looked
+            is_in_doubt = "`ckptlib ls` tells whether the step is there" in outcome["text"]
+            assert step not in bench.listed() or is_in_doubt, (rule, outcome)
         bench.fault()
         bench.open(step + 1, "settle")  # training goes on, and the next save is as good as any
         waits += 1
