@@ -102,7 +102,7 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
     visible = history(saves, records)
     entering: list[Begun] = []
     for begun in found:
-        record = _as_put(begun, visible, records)
+        record = _as_put(begun, visible, begun_there)
         first = SaveId(begun.first_step, record.id)
         hidden = {*visible} - {*history([*saves, first], {**records, record.id: record})}
         since = sorted(save for save in hidden if begun.seen is None or not begun.seen.knew(save))
@@ -114,6 +114,7 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
             )
             continue
         records[record.id] = record
+        begun_there.add(record.id)
         entering.append(begun)
     return entering
 
@@ -125,9 +126,10 @@ def _may_begin(begun: Begun, ids: Collection[GenerationId]) -> bool:
     return own not in ids and not begun.seen.begun_since(ids, own)
 
 
-def _as_put(begun: Begun, visible: Iterable[SaveId], records: Collection[GenerationId]) -> Generation:
-    """The record with the step that it goes on from, as `writer.generation` puts it."""
+def _as_put(begun: Begun, visible: Iterable[SaveId], there: Collection[GenerationId]) -> Generation:
+    """The record with the step that it goes on from, as `writer.generation` puts it. `there`: generations of which the
+    root has a record, though it be damaged, or a step."""
     origin = begun.record.resumed_from
-    if origin is not None and origin.generation in records:
+    if origin is not None and origin.generation in there:
         return begun.record
     return replace(begun.record, resumed_from=max((s for s in visible if s.step < begun.first_step), default=None))

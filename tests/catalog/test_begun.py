@@ -168,3 +168,25 @@ def test_a_late_record_hides_no_step_that_an_older_job_has_committed_since(
     hidden = before - {*there.visible()}
     assert (hidden <= known) == case.enters
     assert unrecorded([unread], catalog) == ([] if hidden else [unread]), "what it knew is not known"
+
+
+@pytest.mark.parametrize("lost", ["damaged", "gone"])
+def test_a_late_record_hides_no_step_where_that_of_its_origin_is_lost(lost: str) -> None:
+    """It goes on from there all the same, and from no step that is listed instead."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    commit(catalog, [(1, None, (1, 2, 3)), (2, 3, (4, 5))])
+    third, *_, origin = catalog.visible()[2:]
+    late, own = GenerationId(20, f"{20:08x}"), GenerationId(22, "e" * 8)
+    told = Begun(Generation(own, 1, origin, 0.0, {}, "host"), 6, False, KnownGenerations(2, (late,), origin))
+    for key in (origin.generation.key, keys.copy_key(origin.generation.key)):
+        store.delete(key)
+        if lost == "damaged":
+            store.put(key, b"{}")
+    assert unrecorded([told], Catalog(store)) == [told]
+    make_save(catalog, make_generation(catalog, 20, third), 4, state(4))
+    assert unrecorded([told], Catalog(store)) == [], "step 4 would not be listed any more"
+    before = {*Catalog(store).visible()}
+    GenerationRecord(told.record, catalog.root().id, 6, continues=False).put(Catalog(store))
+    make_save(catalog, own, 6, state(6))
+    assert {save.step for save in before - {*Catalog(store).visible()}} >= {4}
