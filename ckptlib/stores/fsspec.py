@@ -84,15 +84,15 @@ class FsspecStore(Store):
         self._lists_flat = _lists_flat(fs)
 
     def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
-        """Calls a method of the filesystem that moves so many bytes; again where it takes too long, or where the store
-        asks for fewer requests by an answer that the backend takes for a refusal.
+        """Calls a method of the filesystem that moves so many bytes; again where it takes too long, or where the
+        backend takes for a refusal what may pass.
 
         However long the first try took, another one follows. Raises its errors, and StoreTimeout.
         """
         began = time.monotonic()
         end = until = math.inf if deadline is None else deadline
         limit_s = IDLE_S + nbytes / SLOWEST_BPS
-        throttled = Retries(deadline)
+        again = Retries(deadline)
         while True:
             tried = time.monotonic()
             try:
@@ -103,8 +103,8 @@ class FsspecStore(Store):
                 if now >= until:
                     raise StoreTimeout(f"no answer within {now - began:.0f} s, for {nbytes} bytes") from None
                 time.sleep(max(0.0, min(1.0, tried + limit_s - now)))  # the backend itself may be in a hurry
-            except OSError as error:
-                wait_s = throttled.wait_s() if _is_throttled(error) else None
+            except Exception as error:
+                wait_s = again.wait_s() if _may_pass(error) else None
                 if wait_s is None:
                     raise
                 time.sleep(wait_s)
@@ -282,8 +282,10 @@ class FsspecStore(Store):
         kind: type[StoreError] = StoreError
         if isinstance(error, NoBucket):
             return StoreDenied(f"{self.url}/{key}: cannot {doing}: {cause}; make it, or correct the URL")
-        if _is_forbidden(error):
-            kind = ObjectUnreadable if doing == "get" else StoreDenied
+        if _is_page(error):
+            kind, cause = StoreTimeout, f"{cause}; is there a proxy in the way?"
+        elif _is_forbidden(error):
+            kind = ObjectUnreadable if doing == "get" and not _concerns_all(error) else StoreDenied
             cause += "; check the credentials, and what they may do there"
         return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
 
@@ -304,6 +306,22 @@ def _is_forbidden(error: Exception) -> bool:
 def _is_gcs_403(error: Exception) -> bool:
     """gcsfs tells of it by a text alone: "Forbidden: ", the path, and on lines of their own what Google says."""
     return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
+
+
+def _concerns_all(error: Exception) -> bool:
+    """Whether a refusal can only be of the whole store: who asks is not known, or his clock is wrong."""
+    return 401 in _statuses(error) or getattr(error, "error_code", None) == "AuthenticationFailed"
+
+
+def _may_pass(error: Exception) -> bool:
+    return _is_throttled(error) or _is_page(error)
+
+
+def _is_page(error: Exception) -> bool:
+    """Whether 403 is said by a proxy, and not by a store: Google's has a message, Azure's a code."""
+    if _is_gcs_403(error):
+        return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")
+    return 403 in _statuses(error) and getattr(error, "error_code", "") is None
 
 
 def _is_throttled(error: Exception) -> bool:

@@ -28,9 +28,11 @@ _CERTIFICATE = {
     **dict.fromkeys(("NotValidForName", "NotValidForNameContext"), certificates.OTHER_NAME),
 }
 """By the errors of rustls."""
-_PAGE = re.compile(r"performing (?!HEAD )[A-Z]+ .*status code: 404 Not Found: (?!\{|Not Found\s*$)", re.DOTALL)
-"""Without a code of the store's: what a proxy says of a server that is away. A HEAD has no body; emulators of GCS have
-JSON, or the two words."""
+_PAGE = re.compile(
+    r"performing (?!HEAD )[A-Z]+ .*status code: (?:403 Forbidden|404 Not Found): (?!\{|Not Found\s*$)", re.DOTALL
+)
+"""Without a code of the store's: what a proxy says of a server that is away, or refuses for a while. A HEAD has no
+body; emulators of GCS have JSON, or the two words."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 _NO_STORE = "answered by success without an ETag or a date"
 FOUND = "answered by success for an object that is not there"
@@ -52,6 +54,8 @@ _CREDENTIALS = {
     *("UnauthorizedAccess", "AuthenticationRequired", "AuthorizationFailure"),
 }
 _CLOCK = {"RequestTimeTooSkewed"}
+_OF_ONE_OBJECT = {"", "AccessDenied", "Forbidden", "InvalidObjectState", "AuthorizationPermissionMismatch"}
+"""Of 403. A HEAD tells no code."""
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"}
 _NO_UPLOAD = {"NoSuchUpload"}
 _NOT_THESE_PARTS = {"MalformedXML", "InvalidPart", "InvalidPartOrder", "InvalidXmlDocument", "InvalidBlockList"}
@@ -92,7 +96,7 @@ class Failure:
     was_sent_again: bool
     """Whether the request had been sent before: what it wanted may have been done by then."""
     is_page: bool
-    """Whether 404 is said by a page, and not by a store."""
+    """Whether 403 or 404 is said by a page, and not by a store."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -115,7 +119,7 @@ class Failure:
             tls.group(1) if tls and broken == "Connect" else "",
             _CERTIFICATE.get(tls.group(2), certificates.UNKNOWN) if tls else "",
             _SENT_AGAIN.search(text) is not None,
-            not found and _PAGE.search(first) is not None,
+            not (found or _lacks_credentials(text)) and _PAGE.search(first) is not None,
         )
 
     @property
@@ -193,15 +197,15 @@ class Failure:
             return StoreDenied(f"{what}: the bucket is in another region ({cause}); {remedy}")
         if code in _CLOCK:
             return StoreDenied(f"{what}: the clock of this host is wrong: set it by NTP ({cause})")
-        if code in _CREDENTIALS or (denied and self.status == 401):
+        if code in _CREDENTIALS or self.status == 401:
             return StoreDenied(f"{what}: the credentials are not accepted ({cause}); renew or correct them")
         if _lacks_credentials(str(error)):
             return StoreDenied(
                 f"{what}: found no credentials; pass them as options, set the variables of the environment that the "
                 f"service documents, or give the machine a role ({cause})"
             )
-        if denied or self.status == 403:
-            if doing == "get":
+        if (denied or self.status == 403) and not self.is_page:
+            if doing == "get" and code in _OF_ONE_OBJECT:
                 return ObjectUnreadable(f"{what}: the credentials may not read it ({cause}); grant them the right to")
             return StoreDenied(f"{what}: the credentials may not do that ({cause}); grant them the right to {doing}")
         if isinstance(error, FileNotFoundError) and doing == "get" and not self.is_page:

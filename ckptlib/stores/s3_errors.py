@@ -24,7 +24,7 @@ _RIGHTS = (
 )
 _RENEW = "the session's token is no longer valid: renew the credentials"
 _BUCKET = "no such bucket: correct the URL, or make the bucket"
-_PAGE = "answered by 404 without a code, as no S3 server does; is there a proxy in the way?"
+_PAGE = "answered by {} without a code, as no S3 server does; is there a proxy in the way?"
 _REGION = "the bucket is in another region: name it in storage_options={'client_kwargs': {'region_name': ...}}"
 
 _DENIED = {
@@ -57,9 +57,10 @@ _PASSING = {
 }
 _PASSING_STATUS = {408, 429, 500, 502, 503, 504}
 
-_NO_CODE = {"", "404"}
-"""Of an answer whose body is none of S3's. What a proxy says of a server that is away must not be taken for the word
-that there is no such object; a HEAD has no body."""
+_OF_PAGES = {403: {"", "403"}, 404: {"", "404"}}
+"""By status: the codes of an answer whose body is none of S3's. What a proxy says of a server that is away, or refuses
+for a while, must not be taken for the word that there is no such object, or that nobody may read it; a HEAD has no
+body."""
 
 _PUTS = ("PutObject", "UploadPart", "CompleteMultipartUpload")
 """JuiceFS answers that there is no such key when another client deletes the last object beside the new one."""
@@ -123,8 +124,8 @@ def meaning_of(error: BaseException) -> Meaning:
     if isinstance(error, boto.ClientError):
         if code_of(error) == "NoSuchKey" and error.operation_name in _PUTS:
             return Meaning(StoreTimeout, passes=True)
-        if status_of(error) == 404 and code_of(error) in _NO_CODE and error.operation_name != "HeadObject":
-            return Meaning(StoreTimeout, passes=True, advice=_PAGE)
+        if code_of(error) in _OF_PAGES.get(status_of(error), ()) and error.operation_name != "HeadObject":
+            return Meaning(StoreTimeout, passes=True, advice=_PAGE.format(status_of(error)))
         return _of_answer(code_of(error), status_of(error))
     if isinstance(error, _NO_CREDENTIALS):
         return Meaning(

@@ -11,7 +11,7 @@ from helpers.objects import client_of
 from helpers.servers import ObjectStorage
 from store_conformance import StoreConformance
 
-from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError
+from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError, StoreTimeout
 from ckptlib.stores import Store, io_limits, open_store
 
 
@@ -85,6 +85,35 @@ def test_a_403_that_asks_for_fewer_requests_is_no_refusal(
         assert [entry.key for entry in store.scan("")] == ["a"]
         store.delete("a")
         assert len(met) >= 4 * 3
+
+
+@pytest.mark.parametrize("page", [b"<html><body>Forbidden</body></html>", b""])
+def test_a_403_of_a_proxy_is_no_refusal(gcs: ObjectStorage, monkeypatch: pytest.MonkeyPatch, page: bytes) -> None:
+    """Google's has a message, in JSON."""
+    met: list[str] = []
+
+    with open_store(gcs.url(), gcs.options()) as store:
+        store.put("a", b"data")
+        client = client_of(store)
+        call = client._call
+
+        async def refuse(method: str, path: str, *parts: object, **more: object) -> object:
+            met.append(method)
+            if len(met) == 1:
+                validate_response(403, page, path)
+            return await call(method, path, *parts, **more)
+
+        async def refuse_always(method: str, path: str, *parts: object, **more: object) -> None:
+            validate_response(403, page, path)
+
+        monkeypatch.setattr(client, "_call", refuse)
+        assert store.get("a", 0, 4) == b"data"
+        assert len(met) == 2
+        monkeypatch.setattr(client, "_call", refuse_always)
+        monkeypatch.setattr(io_limits, "RETRY_S", 0.2)
+        for call in (lambda: store.get("a"), lambda: store.put("b", b""), lambda: store.scan("a")):
+            with pytest.raises(StoreTimeout, match=r"(?s)cannot .*Forbidden.*is there a proxy in the way\?"):
+                call()
 
 
 def test_a_403_that_asks_for_fewer_requests_for_long(gcs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,14 +83,21 @@ def test_it_is_an_outage(portal: Store, call: Callable[[Store], object]) -> None
         call(portal)
 
 
-@pytest.fixture(params=[PAGE, b"404 page not found\n", b""], ids=["page", "text", "empty"])
-def router(client: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """A proxy that has lost the way to its server for a while; some say so by 404."""
-    with opened(client, 404, request.param, monkeypatch) as store:
+@pytest.fixture(params=[PAGE, b"page not found\n", b""], ids=["page", "text", "empty"])
+def page(request: pytest.FixtureRequest) -> bytes:
+    return bytes(request.param)
+
+
+@pytest.fixture(params=[403, 404])
+def router(
+    client: str, page: bytes, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Store]:
+    """A proxy that has lost the way to its server for a while, and says so by 404, or that lets nobody pass."""
+    with opened(client, request.param, page, monkeypatch) as store:
         yield store
 
 
-def test_404_without_a_code_is_no_word_of_a_store(router: Store) -> None:
+def test_without_a_code_it_is_no_word_of_a_store(router: Store) -> None:
     calls = {name: call for name, call in CALLS.items() if name != "size"}  # by a HEAD, whose answer has no body
     calls["delete"] = lambda store: store.delete("p")
     calls["delete many"] = lambda store: store.delete("p", "q")
