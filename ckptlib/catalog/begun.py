@@ -90,18 +90,15 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
     an earlier step, is no reason.
     """
     by_id = {begun.record.id: begun for begun in noted}
-    if not by_id:
-        return []
     saves = catalog.saves()
     ids = catalog.generation_ids()
     begun_there = {*ids, *(save.generation for save in saves)}
-    found = [by_id[generation] for generation in sorted(by_id) if _may_begin(by_id[generation], begun_there)]
-    if not found:
-        return []
-    records, _ = catalog.records(saves, newer=True, ids=ids)
-    visible = history(saves, records)
+    records, _ = catalog.records(saves, ids=ids)
+    visible = history(saves, records)  # what one hides that goes on from another of these, that one hides
     entering: list[Begun] = []
-    for begun in found:
+    for _, begun in sorted(by_id.items()):
+        if not _may_begin(begun, begun_there):
+            continue
         record = _as_put(begun, visible, begun_there)
         first = SaveId(begun.first_step, record.id)
         hidden = {*visible} - {*history([*saves, first], {**records, record.id: record})}
@@ -113,8 +110,6 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
                 *(catalog.store.url, record.id, since[-1]),
             )
             continue
-        records[record.id] = record
-        begun_there.add(record.id)
         entering.append(begun)
     return entering
 

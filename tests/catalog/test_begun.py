@@ -62,6 +62,7 @@ def test_a_job_that_others_knew_nothing_of_may_have_any_number() -> None:
     assert unrecorded([earlier, own], catalog) == [earlier, own]
     catalog.put_generation(replace(earlier.record, id=killed))
     assert unrecorded([own], catalog) == [own], "its record came late"
+    assert unrecorded([replace(begun(2, "d" * 8), seen=KnownGenerations(1))], catalog) == [], "it has its record"
     make_generation(catalog, 2)
     assert unrecorded([own], catalog) == [], "a job on other hosts went on"
     catalog.put_generation(own.record)
@@ -167,7 +168,8 @@ def test_a_late_record_hides_no_step_that_an_older_job_has_committed_since(
     make_save(there, own, case.first, state(case.first))
     hidden = before - {*there.visible()}
     assert (hidden <= known) == case.enters
-    assert unrecorded([unread], catalog) == ([] if hidden else [unread]), "what it knew is not known"
+    for old in (unread, replace(told, seen=None)):
+        assert unrecorded([old], catalog) == ([] if hidden else [old]), "what it knew is not known"
 
 
 @pytest.mark.parametrize("lost", ["damaged", "gone"])
@@ -190,3 +192,32 @@ def test_a_late_record_hides_no_step_where_that_of_its_origin_is_lost(lost: str)
     GenerationRecord(told.record, catalog.root().id, 6, continues=False).put(Catalog(store))
     make_save(catalog, own, 6, state(6))
     assert {save.step for save in before - {*Catalog(store).visible()}} >= {4}
+
+
+def test_a_job_that_restored_from_another_root_goes_on_from_what_is_listed() -> None:
+    catalog = make_root(MemoryStore())
+    commit(catalog, [(1, None, (1, 2, 3))])
+    seen, foreign = KnownGenerations(1, (), catalog.resolve("latest")), SaveId(5, GenerationId(7, "f" * 8))
+    told = Begun(Generation(GenerationId(21, "e" * 8), 1, foreign, 0.0, {}, "host"), 6, False, seen)
+    commit(catalog, [(1, None, (4,))])
+    assert unrecorded([told], catalog) == [told], "it hides nothing"
+    commit(catalog, [(1, None, (6,))])
+    assert unrecorded([told], catalog) == []
+
+
+def test_one_that_goes_on_from_another_that_began_on_a_disk_hides_what_that_one_hides() -> None:
+    """Step 5 was in memory as the first one went on from it, and has been committed since."""
+    catalog = make_root(MemoryStore())
+    commit(catalog, [(1, None, (1, 2, 3))])
+    third = catalog.resolve("latest")
+    ids = [GenerationId(number, "e" * 8) for number in (21, 22)]
+    origins = [SaveId(5, third.generation), SaveId(6, ids[0])]
+    left = KnownGenerations(1, tuple(ids), third)
+    first, second = [
+        Begun(Generation(own, 1, origin, 0.0, {}, "host"), origin.step + 1, False, left)
+        for own, origin in zip(ids, origins, strict=True)
+    ]
+    commit(catalog, [(1, None, (4, 5))])
+    assert unrecorded([first, second], catalog) == [first, second]
+    commit(catalog, [(1, None, (6,))])
+    assert unrecorded([first, second], catalog) == [second], "it goes on from what is listed then"
