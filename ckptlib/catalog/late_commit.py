@@ -72,7 +72,6 @@ def check_found(catalog: Catalog, manifest: Manifest) -> None:
     """Of a step whose manifest another one has put, who may have ended before it looked. Raises SaveFailed."""
     try:
         _check_not_condemned(catalog, manifest)
-        _check_parts(catalog, manifest)
         check_packs(catalog, manifest.save, manifest.parts)
     except SaveFailed as error:
         _finish_or_stay(catalog, manifest.save, error)
@@ -85,11 +84,9 @@ def _finish_or_stay(catalog: Catalog, save: SaveId, error: SaveFailed) -> NoRetu
         if catalog.trash_record(save).reason == TAKEN_BACK:
             take_back(catalog, save)
             raise SaveFailed(f"{error}. The step was about to be taken back, which is done now") from error
-    if not catalog.is_committed(save):
-        raise SaveFailed(f"{error}. Whoever has committed it has taken it back") from error
     raise SaveFailed(
-        f"{error}. It is listed and may not load: its manifest was put by another one, or some time ago, and stays. "
-        "`ckptlib verify` tells what is gone"
+        f"{error}. Where it is listed, it may not load: its manifest was put by another one, or some time ago, and "
+        "stays. `ckptlib verify` tells what is gone"
     ) from error
 
 
@@ -126,16 +123,8 @@ def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
     """All of its parts, and what it uses of other saves. Since the manifest came, that has kept it: a sweep may have
     dropped, by right, the step that kept it before."""
     save = manifest.save
-    _check_parts(catalog, manifest)
     put = catalog.store.entry(save.manifest_key)
     if put is None:
         raise SaveFailed(f"step {save.step}: its manifest is not there any more")
     check_kept(catalog, manifest, orphaned, put.modified)
     check_packs(catalog, save, manifest.parts)
-
-
-def _check_parts(catalog: Catalog, manifest: Manifest) -> None:
-    save = manifest.save
-    there = {name for names in catalog.parts(save).values() for name in names}
-    if not there.issuperset(manifest.parts):
-        raise SaveFailed(f"step {save.step}: a sweep has deleted parts of it")

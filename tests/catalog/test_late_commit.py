@@ -11,14 +11,17 @@ from helpers.actors import ActorStore, Crash, no_chance
 from helpers.overwriting import OverwritingStore
 from helpers.plain_reader import body_of
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
+from support import make_generation, make_root, put_parts, replace_object, state
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.late_commit import stay_or_take_back
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreFull
 from ckptlib.format import manifest
 from ckptlib.format.keys import PackSet
+from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import persist
@@ -262,7 +265,53 @@ def test_a_step_that_was_being_taken_back_is_taken_back_by_the_next_try(
     job.check()
 
 
-@pytest.mark.parametrize("lost", ["nothing", "a pack", "a part", "all"])
+@pytest.mark.parametrize(
+    ("deadline_s", "orphaned"), [(60.0, False), (60.0, True), (DEADLINE_S, False), (DEADLINE_S, True)]
+)
+def test_a_proof_is_good_for_as_long_as_no_sweep_may_take_what_it_saw(deadline_s: float, orphaned: bool) -> None:
+    """Half of EARLY_S where a newer job sweeps, which knows nothing of the save; and what a save may take, if less."""
+    catalog = make_root(MemoryStore(), deadline_s)
+    save, _ = put_parts(catalog, make_generation(catalog), 1, state(1))
+    manifest = Committer(catalog).commit_when_whole(save, 1, lambda: 0.0)
+    catalog.store.delete(*(entry.key for entry in catalog.store.scan("packs/")))
+    good_s = min(deadline_s, EARLY_S / 2 if orphaned else EARLY_S)
+    stay_or_take_back(catalog, manifest, good_s, live=True, orphaned=orphaned, is_own=True)
+    with pytest.raises(SaveFailed, match="The step is taken back"):
+        stay_or_take_back(catalog, manifest, good_s + 0.1, live=True, orphaned=orphaned, is_own=True)
+
+
+def test_a_step_whose_manifest_is_gone_again_as_it_is_looked_at_is_none() -> None:
+    catalog = make_root(MemoryStore())
+    save, _ = put_parts(catalog, make_generation(catalog), 1, state(1))
+    manifest = Committer(catalog).commit_when_whole(save, 1, lambda: 0.0)
+    catalog.store.delete(save.manifest_key)
+    with pytest.raises(SaveFailed, match="its manifest is not there any more"):
+        stay_or_take_back(catalog, manifest, HOUR_S, live=True, orphaned=False, is_own=False)
+
+
+def test_a_save_of_a_dead_job_that_was_condemned_as_the_machine_slept_is_no_step(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is there: the sweep that is about to delete it, its record last, has listed the steps before."""
+    save, store, wall, slept = job.save(), ActorStore(job.store), time.time, 0.0
+    names = [name for found in job.catalog().parts(save.id).values() for name in found]
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def before(op: str, key: str) -> None:
+        nonlocal slept
+        if op == "put" and key == save.id.manifest_key:
+            slept = GRACE_S + HOUR_S
+            job.advance(slept)
+            assert sweep(job.catalog(), None, None).condemned == (save.id,)
+
+    store.before = before
+    with pytest.raises(SaveFailed, match=r"step 2: has a trash record, .* The step is taken back"):
+        Committer(Catalog(store)).commit(save.id, names, left=True)  # type: ignore[arg-type]
+    assert save.id not in job.found_listed()
+    job.check()
+
+
+@pytest.mark.parametrize("lost", ["nothing", "a pack", "a page", "a part", "all", "nothing yet"])
 def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_next(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -283,6 +332,10 @@ def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_ne
         job.writers[0].committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
     after = job.save() if lost == "a pack" else None
     job.store.delete(*{"a pack": [pack], "a part": [part]}.get(lost, []))
+    if lost == "a page":
+        replace_object(job.store, pack, job.store.get(pack)[:-4096])
+    if lost == "nothing yet":  # a sweep is about to delete it that has listed the steps before
+        job.store.put(save.id.trash_key, TrashRecord(save.id, "never committed").encode())
     with pytest.raises(SaveFailed, match=r"step 2: .* and stays") if lost != "nothing" else nullcontext() as refused:
         committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
     assert save.id in job.found_listed()
