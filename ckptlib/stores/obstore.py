@@ -135,6 +135,8 @@ class ObstoreStore(Store):
                         raise NoSuchRequest from None
                     if isinstance(error, AlreadyExistsError):
                         self._creates = True
+                        if not (failure.may_pass or failure.has_no_bucket):
+                            raise _Taken(failure.was_sent_again) from None
                     elif once and not failure.is_busy:
                         once = False
                         continue
@@ -150,8 +152,8 @@ class ObstoreStore(Store):
         except NoSuchRequest:
             self._creates = False
             self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
-        except AlreadyExistsError as error:
-            if tries == 1 and not Failure.of(error).was_sent_again:
+        except _Taken as found:
+            if tries == 1 and not found.was_sent_again:
                 raise taken(f"{self.url}/{key}") from None
             if self.get(key) != b"".join(body.views):
                 raise taken(f"{self.url}/{key}") from None
@@ -340,6 +342,13 @@ class ObstoreStore(Store):
 
     def _path(self, key: str) -> str:
         return self._requests.below(check_key(key))
+
+
+class _Taken(Exception):
+    """The key has an object."""
+
+    def __init__(self, was_sent_again: bool) -> None:
+        self.was_sent_again = was_sent_again
 
 
 class _Failed(Exception):

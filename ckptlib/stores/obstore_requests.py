@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import cache, partial
 from typing import Any, TypeVar
 
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import BaseError
 
 from ckptlib.errors import StoreError, StoreTimeout
 from ckptlib.stores import io_limits
@@ -81,7 +81,7 @@ class Requests:
         """The result of `work`. The client repeats requests that it takes for harmless; all of ours are. `more_s`: how
         much longer than others one may take.
 
-        Raises Beyond, NoSuchRequest, AlreadyExistsError, and StoreErrors for the rest.
+        Raises Beyond, NoSuchRequest, and StoreErrors for the rest.
         """
         retries = Retries(deadline)
         while True:
@@ -101,8 +101,6 @@ class Requests:
                     raise Beyond from None
                 if doing == "delete" and failure.cannot_delete_many:
                     raise NoSuchRequest from None
-                if isinstance(error, AlreadyExistsError) and not failure.may_pass:
-                    raise
                 may_pass = failure.may_pass or (doing == "put" and failure.lost_directory)
                 wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S + more_s else None
                 if wait_s is None:

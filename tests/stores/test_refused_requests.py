@@ -94,3 +94,17 @@ def test_whose_refusal_it_is(scheme: str, client: str, status: int, code: str, m
             with pytest.raises(StoreError, match=rf"{scheme}://bucket/run/.*: cannot ") as told:
                 call(store)
             assert type(told.value) is (ObjectUnreadable if alone else StoreDenied), name
+
+
+@pytest.mark.parametrize(("code", "kind"), [("ContainerBeingDeleted", StoreDenied), ("BlobArchived", StoreError)])
+def test_a_conflict_is_no_object_that_is_there(
+    code: str, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 409 obstore makes one error, whatever was asked."""
+    scale_limits(monkeypatch, idle_s=60.0, retry_s=0.2)
+    with opened("az", "obstore", 409, code) as store:
+        for name, call in CALLS.items():
+            if name != "create" or kind is StoreDenied:  # else it says by 409 that the key is taken
+                with pytest.raises(StoreError, match=f"az://bucket/run/.*: cannot .*{code}") as told:
+                    call(store)
+                assert type(told.value) is kind, name
