@@ -118,8 +118,8 @@ class StateMismatch(StateError):
 class SaveFailed(CkptError):
     """A save that will never be committed. Earlier steps are untouched.
 
-    If its manifest was put all the same, as where only the answer was lost, the message says so: `ckptlib ls` tells
-    whether the step is there.
+    If its manifest may have been put all the same, or this rank's part, as where only the answer was lost, the message
+    says so: `ckptlib ls` tells whether the step is there.
     """
 
 

@@ -19,7 +19,7 @@ from ckptlib.writer.channel import Message
 from ckptlib.writer.child import Child
 from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
 from ckptlib.writer.launch import no_start
-from ckptlib.writer.orders import SAVES, OpenOrders, failure, given_up
+from ckptlib.writer.orders import SAVES, OpenOrders
 from ckptlib.writer.standing import Standing
 from ckptlib.writer.told_warnings import log_told
 
@@ -267,7 +267,7 @@ class Writer:
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
             f"it was stopped, or hangs in the kernel; another one takes its place. See {self.log_path}"
         )
-        return [{**failure(orders[0], error), "kind": StoreTimeout.__name__, "replace": True}]
+        return [{**self._open.failure(orders[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
         kind = event["event"]
@@ -308,10 +308,10 @@ class Writer:
         except OSError as refusal:
             return self._wait_for_another(no_start(refusal))
         self._unstarted, self._start_at = False, 0.0
-        dropped: list[Message] = []
+        dropped, answers = list[Message](), list[Message]()
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
-            dropped, self._deaths = self._open.drop_all(), 0
+            dropped, answers, self._deaths = list(self._open), self._open.drop_all(error), 0
         for message in self._standing.again():
             self._child.channel.send(message)
         for order in self._open:
@@ -319,15 +319,15 @@ class Writer:
         for order in dropped:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
                 self._child.channel.send({"op": "void", "save": order["save"], "error": error})
-        return given_up(dropped, error)
+        return answers
 
     def _wait_for_another(self, error: str) -> list[Message]:
         """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
         what is not."""
-        if not self._unstarted:
+        if ended := not self._unstarted:
             log.warning("%s; tried again every %.0f s", error, RESTART_S)
         self._unstarted, self._start_at, self._deaths = True, time.monotonic() + RESTART_S, 0
-        return self._open.void_persists(error)
+        return self._open.void_persists(error, given=ended)
 
     def forget_slot(self, path: Path) -> None:
         """The slot is gone; its memory is given back when the writer has let go of it, too."""
@@ -396,4 +396,4 @@ class Writer:
         if self._unread is not None:
             self._unread.unlink()  # where the writer could not
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
-        return events + given_up(self._open, error)
+        return events + self._open.drop_all(error)

@@ -44,7 +44,8 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import Entry
 from ckptlib.stores.io_limits import WRITE_BYTES
-from ckptlib.writer.seen_packs import SeenPacks, put_part
+from ckptlib.writer.own_parts import OwnParts
+from ckptlib.writer.seen_packs import SeenPacks
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Drain:
         self._rank, self._deadline_s = rank, deadline_s
         self._pace, self._note_upload = pace, note_upload
         self._seen = SeenPacks(bucket.store)
+        self.parts = OwnParts(bucket.store)
         self._layout_put: str | None = None
         """Of the drain before, by this rank: the only one that retention cannot have deleted since."""
 
@@ -147,7 +149,7 @@ class Drain:
         if puts_layout and layout != self._layout_put:
             self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
         self._layout_put = layout if puts_layout else None
-        put_part(self._bucket.store, part, name, document, elapsed, may_take_s, deadline)
+        self.parts.put(part, name, document, elapsed, may_take_s, deadline)
         return sum(pack.nbytes for pack in packs)
 
     def _on_disk(self, save: SaveId) -> tuple[Part, str, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptlib.format.keys import SaveId
@@ -10,9 +10,6 @@ from ckptlib.writer.channel import Message
 
 SAVES = ("persist", "commit", "void")
 """Orders that a writer answers within the deadline of a save."""
-
-COMMITS = ("drain", "commit")
-"""Orders of which a writer that is gone may have done all: its save may be committed."""
 
 
 class _OrderKey(NamedTuple):
@@ -29,6 +26,8 @@ class OpenOrders:
     def __init__(self, rank: int, has_local: bool) -> None:
         """`has_local`: saves go to a local disk first, and are drained from there."""
         self._rank, self._has_local = rank, has_local
+        self._done = ("drain", "commit") if rank == 0 or has_local else ("drain", "commit", "persist")
+        """Orders of which a writer that is gone may have done all: its save may be committed, as by rank 0."""
         self._open: dict[_OrderKey, Message] = {}
 
     def __len__(self) -> int:
@@ -78,29 +77,24 @@ class OpenOrders:
         else:
             self._open.pop(key, None)
 
-    def void_persists(self, error: str) -> list[Message]:
+    def void_persists(self, error: str, given: bool) -> list[Message]:
         """No writer could be started: what was to be persisted is void, which the next one tells the other ranks.
-        Returns the answers."""
+        Returns the answers. `given`: they may have been given to a writer, which is gone."""
         failed = self.of("persist")
         for order in failed:
             self.add({**order, "op": "void", "error": error})
-        return [failure(order, error) for order in failed]
+        return [self.failure(order, error, given) for order in failed]
 
-    def drop_all(self) -> list[Message]:
-        dropped = list(self)
+    def drop_all(self, error: str) -> list[Message]:
+        """Returns the answers to orders that no writer carries out. They say nothing of a save that another rank
+        commits: whoever asked for its outcome may ask again. Failures come first: what has failed needs no other
+        answer."""
+        orders = list(self)
         self._open.clear()
-        return dropped
+        failed = [self.failure(order, error) for order in orders if order["op"] != "await"]
+        return failed + [{"event": "undecided", "save": order["save"]} for order in orders if order["op"] == "await"]
 
-
-def given_up(orders: Iterable[Message], error: str) -> list[Message]:
-    """The answers to orders that no writer carries out. They say nothing of a save that another rank commits: whoever
-    asked for its outcome may ask again. Failures come first: what has failed needs no other answer."""
-    orders = list(orders)
-    failed = [failure(order, error) for order in orders if order["op"] != "await"]
-    return failed + [{"event": "undecided", "save": order["save"]} for order in orders if order["op"] == "await"]
-
-
-def failure(order: Message, error: str) -> Message:
-    """The answer of a writer that is gone, or does not run."""
-    told = {"event": "failed", "save": order["save"], "kind": "SaveFailed", "error": error}
-    return {**told, "in_doubt": True} if order["op"] in COMMITS else told
+    def failure(self, order: Message, error: str, given: bool = True) -> Message:
+        """The answer of a writer that is gone, or does not run. `given`: it may have done all that the order says."""
+        told = {"event": "failed", "save": order["save"], "kind": "SaveFailed", "error": error}
+        return {**told, "in_doubt": True} if given and order["op"] in self._done else told

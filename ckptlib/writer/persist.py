@@ -30,9 +30,10 @@ from ckptlib.writer.frame_packs import FRAMES_BYTES, FramePack, frames_of, in_pa
 from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
 from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.left_packs import LeftPacks
+from ckptlib.writer.own_parts import OwnParts
 from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
-from ckptlib.writer.seen_packs import SeenPacks, put_part
+from ckptlib.writer.seen_packs import SeenPacks
 from ckptlib.writer.share import PutChunks, assemble
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Persister:
         self._rank, self._refresh_s = rank, refresh_s
         self._on_disk = drained is not None
         self._seen = SeenPacks(store, 0.0 if self._on_disk else None)
+        self.parts = OwnParts(store)
         self._parents = Parents(Catalog(store), world_size, self._seen) if drained is None else drained
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
@@ -156,7 +158,7 @@ class Persister:
             account=snapshot.account,
         )
         name, document = part.encode()
-        put_part(self._store, part, name.key, document, elapsed, may_take, self._deadline)
+        self.parts.put(part, name.key, document, elapsed, may_take, self._deadline)
         if self._on_disk:
             self._put_layout(snapshot)  # a sweep of this disk may have met it before this part named it
         if part.rank == self._rank:

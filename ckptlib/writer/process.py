@@ -253,6 +253,7 @@ class WriterProcess:
             tier.open(deadline_s, self._persister.note_upload)
             tier.gives_up_at = self._trainer.stops_draining
             tier.watched = lambda save: self._watchdog.work("drain", save, time.monotonic() + deadline_s)
+        self._parts = self._persister.parts if self._tier is None else self._tier.parts
         told = self._channel, self._trainer, self._watchdog, self._failures
         self._commits = Commits(*told, catalog, world_size, keep if self._rank == 0 else None, self._tier)
         self._beginning = Beginning(*told[:3], catalog, self._go_on_from)
@@ -301,6 +302,8 @@ class WriterProcess:
             raise FormatError(f"the writer lacks the slot of step {save.step}: {error}") from error
         try:
             if self._tier is None:
+                if again:
+                    self._parts.doubt(save)
                 self._beginning.put()
                 part = self._persister.persist(slot, save, deadline, may_be_parent=not again, puts_layout=puts_layout)
                 if again:
@@ -331,7 +334,7 @@ class WriterProcess:
             tier.drain(save, self._beginning.put, puts_layout)
         except (CkptError, OSError, ValueError) as error:
             tier.settle(save)
-            self._failures.give_up(save, error, in_doubt=again)
+            self._failures.give_up(save, error, in_doubt=again or self._is_in_doubt(save))
             self._commits.forget(save, error)
             return
         self._channel.send({"event": "drained", "save": str(save)})
@@ -347,12 +350,16 @@ class WriterProcess:
         """
         self._commits.forget(save, error if self._tier is None else None)
         if self._tier is None:
-            self._failures.give_up(save, error)
+            self._failures.give_up(save, error, self._is_in_doubt(save))
             return
         self._tier.settle(save)
         if drains:
             self._tier.jobs.put(partial(self._failures.publish, save, describe(error)))
         self._failures.report(save, error)
+
+    def _is_in_doubt(self, save: SaveId) -> bool:
+        """Whether rank 0 may commit it, though this rank's share has failed: its part may be there."""
+        return self._rank != 0 and self._parts.may_have_put(save)
 
     # What the store does not answer; from the watchdog's thread
 
@@ -373,7 +380,8 @@ class WriterProcess:
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
             failure: Message = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
-            if work.what == "commit" and self._commits.committer.may_have_put(work.save):
+            committer = self._commits.committer
+            if committer.may_have_put(work.save) if work.what == "commit" else self._is_in_doubt(work.save):
                 failure["in_doubt"] = True
             self._channel.send({"event": "failed", **failure, "replace": True})
         elif work.what == "begin":

@@ -11,11 +11,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.reading import each
-from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed
-from ckptlib.format.keys import pack_save
-from ckptlib.format.part import Pack, Part
+from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.format.part import Pack
 from ckptlib.stores import Store
 
 LOOK_AGAIN_S = 600.0
@@ -69,25 +67,3 @@ class SeenPacks:
         except (FormatError, ObjectNotFound, ObjectUnreadable):
             return False
         return True
-
-
-def put_part(
-    store: Store, part: Part, key: str, document: bytes, elapsed: Elapsed, may_take_s: float, deadline: float | None
-) -> None:
-    """Behind the packs of its save, which may be gone by now, as sweeps know nothing of a part to come. That is asked
-    before; and once more when it is there, since it may have been put late: a live job's commit asks for no packs.
-
-    Raises SaveFailed where the save has taken longer than it may, asleep or awake; and what `store.put` raises.
-    `elapsed`: since before the first of the packs was put.
-    """
-    _check_not_swept(store, part, elapsed, may_take_s, "no part is put")
-    store.put(key, document, deadline=deadline)
-    _check_not_swept(store, part, elapsed, may_take_s, "its part counts for nothing")
-
-
-def _check_not_swept(store: Store, part: Part, elapsed: Elapsed, may_take_s: float, so: str) -> None:
-    """Where only the wall clock says that it took so long, it may have been set; so the packs are looked for then."""
-    own = (pack for pack in part.packs if pack_save(pack.key) == part.save)
-    is_late = elapsed.seconds() > may_take_s
-    if is_late or (elapsed.at_most() > may_take_s and SeenPacks(store, 0.0).lost(own)):
-        raise SaveFailed(f"step {part.save.step}: its packs took longer than a save may (save_deadline); {so}")

@@ -28,6 +28,7 @@ from ckptlib.slots.slot import Slot
 from ckptlib.stores import Store
 from ckptlib.writer.drain import Drain, NoteUpload, Pace
 from ckptlib.writer.drained_parents import DrainedParents
+from ckptlib.writer.own_parts import OwnParts
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,12 @@ class Tier:
         executor = ThreadPoolExecutor(1, "ckptlib-check")
         pace = Pace(self._settings.bytes_per_second)
         self._drain = Drain(self._local, self._bucket, executor, self._rank, deadline_s, pace, note_upload)
+
+    @property
+    def parts(self) -> OwnParts:
+        """Of this rank, in the store."""
+        assert self._drain is not None
+        return self._drain.parts
 
     # The disk
 

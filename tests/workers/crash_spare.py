@@ -50,11 +50,15 @@ def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
     return {**order, "keep": None, "refresh_s": 1e9, "codec": [["*", "raw"]], **more}
 
 
-def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray], rank: int = 0) -> Slot:
-    """A snapshot of whole tensors, sealed: of the last rank, which holds all of them."""
+def ready_slot(
+    directory: Path, save: SaveId, arrays: dict[str, np.ndarray], rank: int = 0, size: int | None = None
+) -> Slot:
+    """A snapshot of whole tensors, sealed: of the last rank, which holds all of them; or of one of `size` ranks, each
+    of which holds tensors of its own."""
+    size = rank + 1 if size is None else size
     holding = Placed(Mesh((1,), (rank,)), (Replicate(),), (0,))
     entries = [TensorEntry(name, str(a.dtype), a.shape, holding) for name, a in sorted(arrays.items())]
-    layout = Layout(rank + 1, tuple(entries))
+    layout = Layout(size, tuple(entries))
     boxes = [(entry.name, body_layout.Box.whole(entry.shape)) for entry in entries]
     table = body_layout.lay_out(layout, boxes)
     nbytes = body_layout.body_nbytes(table)
@@ -71,5 +75,5 @@ def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray], ran
     )
     documents = {"layout": layout.encoded, "table": table.encoded.encode(), "snapshot": snapshot}
     places = slot.write_documents(nbytes, documents)
-    slot.write_header(SlotHeader(ROOT_ID, save, rank, rank + 1, 1, 2, nbytes, places))
+    slot.write_header(SlotHeader(ROOT_ID, save, rank, size, 1, 2, nbytes, places))
     return slot

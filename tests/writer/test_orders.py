@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.writer.orders import OpenOrders, given_up
+from ckptlib.writer.orders import OpenOrders
 
 SAVE, OTHER = SaveId(1, GenerationId(1, "0" * 8)), SaveId(2, GenerationId(1, "0" * 8))
 
@@ -112,21 +112,46 @@ def test_where_no_writer_starts_what_is_not_persisted_fails_and_is_still_told_to
     orders = OpenOrders(0, False)
     orders.add(order("persist", slot="/slot"))
     orders.add(order("commit", OTHER))
-    answers = orders.void_persists("no process")
+    answers = orders.void_persists("no process", given=False)
     assert [(told["event"], told["save"], told["error"]) for told in answers] == [("failed", str(SAVE), "no process")]
     assert [*orders] == [order("void", slot="/slot", error="no process"), order("commit", OTHER)]
 
 
-def test_what_is_dropped_is_told_once() -> None:
+def test_what_is_dropped_is_told_once_failures_first_and_nothing_of_another_ranks_save() -> None:
     orders = OpenOrders(0, False)
-    orders.add(order("persist"))
-    assert orders.drop_all() == [order("persist")]
-    assert orders.drop_all() == []
-
-
-def test_who_gives_up_tells_failures_first_and_nothing_of_another_ranks_save() -> None:
-    given = [order("await", OTHER), order("commit")]
-    assert [(told["event"], told["save"]) for told in given_up(given, "died")] == [
+    orders.add(order("await", OTHER))
+    orders.add(order("commit"))
+    assert [(told["event"], told["save"]) for told in orders.drop_all("died")] == [
         ("failed", str(SAVE)),
         ("undecided", str(OTHER)),
     ]
+    assert orders.drop_all("died") == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_local", "op", "in_doubt"),
+    [
+        (0, TO_STORE, "persist", False),  # this rank commits behind it
+        (1, TO_STORE, "persist", True),  # rank 0 commits where the part is there
+        (1, TO_DISK, "persist", False),
+        (0, TO_STORE, "commit", True),
+        (0, TO_DISK, "drain", True),
+        (1, TO_DISK, "drain", True),
+        (1, TO_STORE, "void", False),
+        (1, TO_STORE, "expect", False),
+    ],
+)
+def test_what_a_writer_that_is_gone_may_have_done_is_in_doubt(
+    rank: int, has_local: bool, op: str, in_doubt: bool
+) -> None:
+    orders = OpenOrders(rank, has_local)
+    orders.add(order(op))
+    [told] = orders.drop_all("died")
+    assert ("in_doubt" in told) == in_doubt
+
+
+def test_what_no_writer_was_given_is_in_no_doubt() -> None:
+    orders = OpenOrders(1, False)
+    orders.add(order("persist"))
+    orders.add(order("persist", OTHER))
+    assert ["in_doubt" in told for told in orders.void_persists("no process", given=False)] == [False, False]

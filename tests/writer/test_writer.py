@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, stop, until
 from workers.crash_oracle import failed_parts, read_document, read_root
-from workers.crash_spare import ROOT_ID, setup
+from workers.crash_spare import ROOT_ID, ready_slot, setup
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
@@ -674,6 +674,28 @@ def test_a_writer_that_keeps_dying_says_nothing_of_what_another_rank_commits(ben
     hear(other, "committed")
     writer.watch(save, 0.0)
     assert hear(writer, "committed")["save"] == str(save), "who asks again is told"
+
+
+@pytest.mark.parametrize("refused", ["no second part", "no second writer"])
+def test_a_rank_whose_writer_died_as_its_part_was_put_does_not_know_whether_rank_0_commits(
+    bench: Bench, refused: str
+) -> None:
+    """It said that the save would never be committed, and rank 0 committed it."""
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": "put", "key": "^parts/", "action": "kill-after"}])
+    writer = bench.writer(rank=1, world_size=2, url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    save = SaveId(1, bench.generation)
+    for rank in (0, 1):
+        bench.slots.append(ready_slot(bench.directory, save, {f"w{rank}": np.arange(9)}, rank, size=2))
+    writer.add_slot(bench.slots[1].path)
+    writer.persist(save, bench.slots[1].path)
+    until(lambda: not alive(writer.pid))
+    write_plan(plan, [{"op": "put", "key": "^p", "action": "error" if "part" in refused else "kill-before"}])
+    assert hear(writer, "failed").get("in_doubt") is True
+    committer = bench.writer(world_size=2)
+    committer.add_slot(bench.slots[0].path)
+    committer.persist(save, bench.slots[0].path)
+    hear(committer, "committed")
 
 
 def test_a_writer_that_does_not_end_is_named(bench: Bench) -> None:
