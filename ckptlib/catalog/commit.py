@@ -211,13 +211,17 @@ class Committer:
         """
         if self.catalog.is_committed(save):  # by one that died before it could say so, or before an outage
             return self._look_at_found(save)
+        # No sweep takes parts before its record has been there for longer than a save may take.
+        unswept = self._is_anothers(save) and not self.catalog.is_there(save.trash_key)
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
             found = self.catalog.parts(save)
+            names, missing = choose_parts(found, world_size)
+            if unswept and missing and 0 in found:
+                self._doubted = None  # nobody had all parts by now, so nobody has put a manifest
             if not left:
                 _raise_failure(self.catalog, save, found)
-            names, missing = choose_parts(found, world_size)
             if not missing:
                 return self.commit(save, names, elapsed, left)
             if seconds_left() <= 0:
@@ -228,6 +232,10 @@ class Committer:
                 check_may_commit(self.catalog, save)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
+
+    def _is_anothers(self, save: SaveId) -> bool:
+        """Whether its manifest may be there by another committer alone."""
+        return self._doubted == save and (self._put is None or self._put.manifest.save != save)
 
     def _look_at_found(self, save: SaveId) -> Manifest:
         """Behind a manifest that was there a moment ago. Raises SaveFailed as `late_commit` does."""

@@ -698,6 +698,22 @@ def test_a_rank_whose_writer_died_as_its_part_was_put_does_not_know_whether_rank
     hear(committer, "committed")
 
 
+def test_what_lacks_a_part_as_its_committer_died_is_never_committed(bench: Bench) -> None:
+    """Nobody can have committed it, and it was told in doubt."""
+    writer = bench.writer(world_size=2)
+    save = SaveId(1, bench.generation)
+    bench.slots.append(ready_slot(bench.directory, save, {"w": np.arange(9)}, size=2))
+    writer.add_slot(bench.slots[0].path)
+    writer.persist(save, bench.slots[0].path)
+    hear(writer, "released")
+    os.kill(writer.pid, signal.SIGKILL)
+    until(lambda: not alive(writer.pid))
+    put_failure(open_store(str(bench.root), {}), save, 1, "no snapshot")
+    failed = hear(writer, "failed")
+    assert failed["error"] == "step 1: rank 1 failed: no snapshot"
+    assert "in_doubt" not in failed
+
+
 def test_a_writer_that_does_not_end_is_named(bench: Bench) -> None:
     writer = bench.writer()
     os.kill(writer.pid, signal.SIGSTOP)
