@@ -62,26 +62,14 @@ class _Proved:
     """Of all chunks."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Put:
-    """A manifest that is put, or may be: nobody has looked behind it yet."""
+    """A manifest that is put, or may be, and what was known then."""
 
     manifest: Manifest
     elapsed: Elapsed
     live: bool
     orphaned: bool
-    seconds: float | None = None
-    """From the begin of the proof to the answer; None: that has not come."""
-    is_found: bool = False
-    """Whether another committer has put it."""
-
-    def look(self, catalog: Catalog, is_own: bool) -> None:
-        """Raises as `stay_or_take_back` does."""
-        if self.is_found:
-            check_found(catalog, self.manifest)
-            return
-        seconds = self.elapsed.at_most() if self.seconds is None else self.seconds
-        stay_or_take_back(catalog, self.manifest, seconds, self.live, self.orphaned, is_own)
 
 
 class Committer:
@@ -91,8 +79,7 @@ class Committer:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
         self._put: _Put | None = None
-        """The last one, where something failed as it was put, or behind that; or the step has lost something, and
-        stays."""
+        """The last one."""
         self._doubted: SaveId | None = None
         """The step whose manifest may be there, by whomever, and may have lost something: the last one."""
 
@@ -122,28 +109,30 @@ class Committer:
         if orphaned:
             check_kept(catalog, manifest, orphaned)
         catalog.shared.put_copies(manifest.layouts)
-        put, before = _Put(manifest, elapsed, live, orphaned), (self._put, self._doubted)
+        put, before = _Put(manifest, elapsed, live, orphaned), self._doubted
         self._put, self._doubted = put, save
         try:
             is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
         except (StoreDenied, StoreFull):
             if catalog.store.is_local:  # elsewhere a request before may have put it, whose answer was lost
-                self._put, self._doubted = before
+                self._doubted = before
             raise
-        put.seconds = elapsed.at_most()
         try:
             return self._look(put, is_own)
         except SaveFailed:
             if is_own:  # it is taken back
-                self._put, self._doubted = before
+                self._doubted = before
             raise
 
     def _look(self, put: _Put, is_own: bool) -> Manifest:
         """Behind the manifest, which is there. Raises SaveFailed as `late_commit` does."""
-        put.look(self.catalog, is_own)
-        self.catalog.shared.put_again(put.manifest.layouts)  # retention may have deleted one that no step named before
-        self._put = self._doubted = None
-        return put.manifest
+        stay_or_take_back(self.catalog, put.manifest, put.elapsed.at_most(), put.live, put.orphaned, is_own)
+        return self._stays(put.manifest)
+
+    def _stays(self, manifest: Manifest) -> Manifest:
+        self.catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named before
+        self._doubted = None
+        return manifest
 
     def doubt(self, save: SaveId) -> None:
         """Another committer has begun with it, and is gone: the manifest may be there."""
@@ -239,16 +228,15 @@ class Committer:
 
     def _look_at_found(self, save: SaveId) -> Manifest:
         """Behind a manifest that was there a moment ago. Raises SaveFailed as `late_commit` does."""
-        put = self._put
-        if put is None or put.manifest.save != save:
-            before, self._doubted = self._doubted, save  # whatever fails from now on, it may be there
-            try:
-                manifest = self.catalog.manifest(save)
-            except CheckpointNotFound as error:
-                self._doubted = before
-                raise SaveFailed(f"step {save.step}: whoever has committed it has taken it back") from error
-            put = self._put = _Put(manifest, Elapsed(), live=False, orphaned=False, is_found=True)
-        return self._look(put, is_own=False)
+        self._doubted = save  # whatever fails from now on, it may be there
+        if self._put is not None and self._put.manifest.save == save:
+            return self._look(self._put, is_own=False)
+        try:
+            manifest = self.catalog.manifest(save)
+        except CheckpointNotFound as error:
+            raise SaveFailed(f"step {save.step}: whoever has committed it has taken it back") from error
+        check_found(self.catalog, manifest)
+        return self._stays(manifest)
 
     def look_again(self, save: SaveId) -> None:
         """Of a step that is committed. Raises SaveFailed where this one, or one before it that is gone, may have put

@@ -16,7 +16,7 @@ from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
-from ckptlib.catalog.late_commit import stay_or_take_back
+from ckptlib.catalog.late_commit import stay_or_take_back, take_back
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreFull
 from ckptlib.format import manifest
@@ -326,10 +326,10 @@ def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_ne
         if op == "get" and key == save.id.trash_key:
             raise Crash("killed")
 
-    job.writers[0].store.before = before
-    committer = Committer(job.catalog())
+    store, committer = ActorStore(job.store), job.writers[0].committer
+    store.before = before
     with pytest.raises(Crash):
-        job.writers[0].committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+        Committer(Catalog(store)).commit_when_whole(save.id, save.world_size, lambda: 0.0)  # type: ignore[arg-type]
     after = job.save() if lost == "a pack" else None
     job.store.delete(*{"a pack": [pack], "a part": [part]}.get(lost, []))
     if lost == "a page":
@@ -351,6 +351,62 @@ def test_a_step_whose_committer_ended_behind_its_manifest_is_looked_at_by_the_ne
         with pytest.raises(SaveFailed, match=f"step 3: .*{pack}: no such object"):
             committer.commit_when_whole(after.id, after.world_size, lambda: 0.0)
         assert after.id not in job.found_listed()
+
+
+def test_a_step_that_another_one_has_committed_and_that_lacks_a_part_is_told_in_doubt(job: SmallJob) -> None:
+    """It was put between the look for it and the manifest of this one, and stays."""
+    save, writer = job.save(), job.writers[0]
+
+    def before(op: str, key: str) -> None:
+        if op == "put" and key == save.id.manifest_key:
+            manifest = Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+            job.store.delete(manifest.parts[0].key)
+
+    writer.store.before = before
+    with pytest.raises(SaveFailed, match=r"step 2: .* and stays"):
+        writer.committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert save.id in job.found_listed()
+    assert writer.committer.may_have_put(save.id)
+
+
+def test_a_step_that_is_taken_back_as_it_is_found_has_failed(job: SmallJob) -> None:
+    save, writer = job.save(), job.writers[0]
+    Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    seen = 0
+
+    def before(op: str, key: str) -> None:
+        nonlocal seen
+        seen += op == "get" and key == save.id.manifest_key
+        if seen == 2:  # the first one was asked whether it is there
+            take_back(job.catalog(), save.id)
+
+    writer.store.before = before
+    with pytest.raises(SaveFailed, match="step 2: whoever has committed it has taken it back"):
+        writer.committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+
+
+def test_a_layout_that_a_sweep_deletes_as_the_manifest_comes_is_put_again(job: SmallJob) -> None:
+    save, writer = job.save(), job.writers[0]
+
+    def before(op: str, key: str) -> None:
+        if op == "put" and key == save.id.manifest_key:
+            job.store.delete(*job.keys("layouts/"), *job.keys("copies/layouts/"))
+
+    writer.store.before = before
+    writer.committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    assert job.keys("layouts/")
+    job._committed(save.id)
+    job.check()
+
+
+def test_only_a_step_behind_which_nobody_may_have_looked_is_looked_at_again(job: SmallJob) -> None:
+    save, committer = job.save(), job.writers[0].committer
+    Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+    job.store.delete(job.keys("packs/")[0])
+    committer.look_again(save.id)
+    committer.doubt(save.id)
+    with pytest.raises(SaveFailed, match=r"step 2: .* and stays"):
+        committer.look_again(save.id)
 
 
 @pytest.mark.parametrize("error", [StoreDenied, StoreFull])
