@@ -242,7 +242,10 @@ class Outcomes:
         else:
             what = "and will never be committed"
             if in_doubt is not None:
-                what = f"as {in_doubt}; `ckptlib ls` tells whether the step is there all the same"
+                what = (
+                    f"as {in_doubt}; `ckptlib ls` tells whether the step is there all the same, and the next start of "
+                    "the job may commit it"
+                )
             error = SaveFailed(f"save {key} failed {what}; earlier steps are untouched: {text}")
         remedy = ""
         if kind == StoreDenied.__name__:

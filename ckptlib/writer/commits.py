@@ -93,7 +93,7 @@ class Commits:
                     manifest = self._once_more(save, commit)
         except (CkptError, OSError) as error:
             in_doubt = self.committer.may_have_put(save)
-            self._failures.give_up(save, error, in_doubt)  # its own part is there, but the others wait for the step
+            self._failures.give_up(save, error, in_doubt, is_put=True)  # but the others wait for the step
             self._undecided.pop(save, None)
             if in_doubt and self._sweeper is not None:
                 self._sweeps.put(self._sweeper.doubt)

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CkptError, StoreFull, describe
@@ -29,34 +28,40 @@ class Failures:
         self._channel, self._shared, self._rank = channel, shared, rank
         self._slack_s = slack_s
 
-    def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False) -> None:
-        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it. `in_doubt`: its
-        manifest may be there all the same. The trainer is told as soon as that was tried once: a store that is full may
-        have no room for a word for long."""
-        self._publish(save, describe(error), partial(self.report, save, error, in_doubt=in_doubt))
+    def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False, is_put: bool = False) -> None:
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it. `in_doubt`: it may
+        be committed all the same. `is_put`: this rank's part may be there, so the next job may commit the save if no
+        word keeps it from that. The trainer is told as soon as that was tried once: a store that is full may have no
+        room for a word for long."""
+
+        def tell(is_published: bool) -> None:
+            self.report(save, error, in_doubt=in_doubt or (is_put and not is_published))
+
+        self._publish(save, describe(error), tell)
 
     def publish(self, save: SaveId, error: str) -> None:
         """To the other ranks alone."""
-        self._publish(save, error, lambda: None)
+        self._publish(save, error, lambda is_published: None)
 
-    def _publish(self, save: SaveId, error: str, then: Callable[[], None]) -> None:
+    def _publish(self, save: SaveId, error: str, then: Callable[[bool], None]) -> None:
         """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it.
 
-        `then`: called when it was tried once, or hangs.
+        `then`: called when it was tried once, or hangs, with whether it is published.
         """
         log.error("step %d: %s", save.step, error, extra=ALREADY_TOLD)
-        deadline, tried = time.monotonic() + self._slack_s, threading.Event()
-        publishing = threading.Thread(target=self._put, args=(save, error, tried), daemon=True)
+        deadline, tried, published = time.monotonic() + self._slack_s, threading.Event(), threading.Event()
+        publishing = threading.Thread(target=self._put, args=(save, error, tried, published), daemon=True)
         publishing.start()
         tried.wait(self._slack_s)
-        then()
+        then(published.is_set())
         publishing.join(max(deadline - time.monotonic(), 0.0))
 
-    def _put(self, save: SaveId, error: str, tried: threading.Event) -> None:
+    def _put(self, save: SaveId, error: str, tried: threading.Event, published: threading.Event) -> None:
         for pause_s in (*FULL_PAUSES_S, None):
             try:
                 self._shared.check_there()  # else the word would make a directory where the root was
                 put_failure(self._shared.store, save, self._rank, error)
+                published.set()
                 return
             except (CkptError, OSError) as second:
                 if pause_s is None or not isinstance(second, StoreFull):

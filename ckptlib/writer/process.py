@@ -334,7 +334,8 @@ class WriterProcess:
             tier.drain(save, self._beginning.put, puts_layout)
         except (CkptError, OSError, ValueError) as error:
             tier.settle(save)
-            self._failures.give_up(save, error, in_doubt=again or self._is_in_doubt(save))
+            may_be_put = self._parts.may_have_put(save)
+            self._failures.give_up(save, error, again or (may_be_put and self._rank != 0), is_put=may_be_put)
             self._commits.forget(save, error)
             return
         self._channel.send({"event": "drained", "save": str(save)})
@@ -350,16 +351,13 @@ class WriterProcess:
         """
         self._commits.forget(save, error if self._tier is None else None)
         if self._tier is None:
-            self._failures.give_up(save, error, self._is_in_doubt(save))
+            may_be_put = self._parts.may_have_put(save)
+            self._failures.give_up(save, error, may_be_put and self._rank != 0, is_put=may_be_put)
             return
         self._tier.settle(save)
         if drains:
             self._tier.jobs.put(partial(self._failures.publish, save, describe(error)))
         self._failures.report(save, error)
-
-    def _is_in_doubt(self, save: SaveId) -> bool:
-        """Whether rank 0 may commit it, though this rank's share has failed: its part may be there."""
-        return self._rank != 0 and self._parts.may_have_put(save)
 
     # What the store does not answer; from the watchdog's thread
 
@@ -380,8 +378,7 @@ class WriterProcess:
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
             failure: Message = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
-            committer = self._commits.committer
-            if committer.may_have_put(work.save) if work.what == "commit" else self._is_in_doubt(work.save):
+            if work.what == "commit" or self._parts.may_have_put(work.save):  # nobody has word yet that it is given up
                 failure["in_doubt"] = True
             self._channel.send({"event": "failed", **failure, "replace": True})
         elif work.what == "begin":

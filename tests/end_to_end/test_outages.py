@@ -188,7 +188,8 @@ def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, w
         assert (asked := outage.asked_here()) > 0
         outage.train_until(ckpt, outage.met)
         pid, request = writer_of(ckpt).pid, f"{TOLD[op]} {key[1:].split('/')[0]}/"
-        outcome = "failed as it was committed; `ckptlib ls` tells" if what == "manifest" else "will never be committed"
+        commits = what in ("manifest", "listing-of-parts")
+        outcome = "failed as it was committed; `ckptlib ls` tells" if commits else "will never be committed"
         failure = outcome, f"has not answered {request}"
         while outage.train_until_told(ckpt, *failure) < FREE_STEPS or not outage.told_before(failure):
             pass  # this process stood still, or the writer did: so it is with the next save
@@ -213,6 +214,22 @@ def test_a_store_that_fails_behind_the_manifest_is_asked_once_more(outage: Outag
         outage.plan()
         ckpt.save(2).wait_committed(WAIT_S)
     assert outage.listed() == [1, 2]
+
+
+@pytest.mark.parametrize("word_fails", [True, False])
+def test_a_failure_is_told_as_never_once_the_store_has_word_of_it(outage: Outage, word_fails: bool) -> None:
+    """All its parts are there, so without that word the next job commits it."""
+    ckpt = outage.checkpointer(every=10**6, save_deadline=PATIENCE)
+    refused = [("scan", "^parts/"), *([("put", "-failed-")] if word_fails else [])]
+    outage.plan(*({"op": op, "key": key, "action": "error"} for op, key in refused))
+    ckpt.save(1)
+    in_doubt = "failed as it was committed; `ckptlib ls` tells .* the next start of the job may commit it"
+    with pytest.raises(SaveFailed, match=in_doubt if word_fails else "failed and will never be committed"):
+        ckpt.close()
+    assert outage.listed() == []
+    outage.plan()
+    with outage.checkpointer() as ckpt:
+        assert ckpt.restore().step == (1 if word_fails else 0)
 
 
 def test_a_step_that_may_be_there_and_lacks_objects_is_none_of_those_that_are_kept(outage: Outage) -> None:

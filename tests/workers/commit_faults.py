@@ -27,7 +27,7 @@ from typing_extensions import Buffer, override
 from workers.crash_spare import make_root, ready_slot, setup
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreFull, StoreTimeout
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -226,6 +226,7 @@ class Trainer:
             self.failures += [str(event) for event in self.writer.close(WAIT_S)]
         except Exception as error:
             self.failures.append(repr(error))
+        finish_saves(Catalog(LocalStore(str(self.root))), GenerationId(2, "00000002"))  # as the next job does
         if self.outcome(2) == "never" and manifests(self.root, 2):
             self.failures.append(f"step 2 is listed, and was told as never to be: {self.told[2]}")
         outcomes = [self.outcome(step) for step in (1, 2, 3)]
