@@ -30,6 +30,7 @@ FOR_EVER_S = 1e9
 DEADLINE = timedelta(seconds=3)
 SHORT = timedelta(seconds=2)
 PATIENCE = timedelta(seconds=WAIT_S)
+WORD_FAILS = [{"op": "put", "key": "-failed-", "action": "error"}]
 
 TOLD = {"commit": "put", "put": "put", "scan": "list", "get": "get", "delete": "delete"}
 """Operations of a FaultStore, by the words for them in messages."""
@@ -216,12 +217,16 @@ def test_a_store_that_fails_behind_the_manifest_is_asked_once_more(outage: Outag
     assert outage.listed() == [1, 2]
 
 
+@pytest.mark.parametrize("what", ["listing", "part"])
 @pytest.mark.parametrize("word_fails", [True, False])
-def test_a_failure_is_told_as_never_once_the_store_has_word_of_it(outage: Outage, word_fails: bool) -> None:
+def test_a_failure_is_told_as_never_once_the_store_has_word_of_it(outage: Outage, what: str, word_fails: bool) -> None:
     """All its parts are there, so without that word the next job commits it."""
     ckpt = outage.checkpointer(every=10**6, save_deadline=PATIENCE)
-    refused = [("scan", "^parts/"), *([("put", "-failed-")] if word_fails else [])]
-    outage.plan(*({"op": op, "key": key, "action": "error"} for op, key in refused))
+    if what == "listing":
+        outage.plan({"op": "scan", "key": "^parts/", "action": "error"}, *WORD_FAILS[:word_fails])
+    else:
+        killed = {"op": "put", "key": "-ok-", "action": "kill-after", "once": True}
+        outage.plan(killed, {"op": "put", "key": "-ok-", "action": "error"}, *WORD_FAILS[:word_fails])
     ckpt.save(1)
     in_doubt = "failed as it was committed; `ckptlib ls` tells .* the next start of the job may commit it"
     with pytest.raises(SaveFailed, match=in_doubt if word_fails else "failed and will never be committed"):
