@@ -1,7 +1,8 @@
 """Listings by obstore's client: of what lies below a prefix, and whether it was the store that answered.
 
-A page of a proxy, which answers by success, is to this client the end of a listing. So where a listing may have been
-cut, one of no object at all or of whole pages, another request shows who answers, and the store is asked once more.
+A page of a proxy, which answers by success, is to this client the end of a listing; so is a page of a server that says
+that there is more, but not where. So where a listing may have been cut, one of no object at all or of whole pages,
+another request shows who answers, and the store is asked what comes behind the last object.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from ckptlib.stores.obstore_requests import Requests
 _LISTED = 1000
 """Objects in a page."""
 
+_WHOLE = 100
+"""Pages of every server have a multiple of so many objects, but for the last."""
+
 _ABSENT = "ckptlib-absent"
 """Nothing is ever put there."""
 
@@ -32,11 +36,18 @@ class Listing:
 
     async def scan(self, prefix: str, after: str) -> list[Entry]:
         """See `Store.scan`."""
-        found, is_whole = await self._scan(prefix, after)
-        if not is_whole:
+        found, firsts, start, is_checked = dict[str, Entry](), set[str](), after, False
+        while True:
+            last = await self._scan(prefix, after, start, found, firsts)
+            goes_on = self._in_order and is_key(last or "")
+            if last is None or (is_checked and not goes_on):
+                return [found[key] for key in sorted(found)]
             await self._check_store()
-            found, _ = await self._scan(prefix, after)
-        return [found[key] for key in sorted(found)]
+            is_checked = True
+            if goes_on:
+                start = last
+            else:
+                firsts.clear()
 
     async def peek(self) -> list[str]:
         """See `Store.peek`; of one page."""
@@ -46,23 +57,25 @@ class Listing:
             found = await self._peek()
         return sorted(found)
 
-    async def _scan(self, prefix: str, after: str) -> tuple[dict[str, Entry], bool]:
-        """And whether nothing of it can be missing."""
+    async def _scan(self, prefix: str, after: str, start: str, found: dict[str, Entry], firsts: set[str]) -> str | None:
+        """Lists what comes behind `start`, and notes what is `found` and the first object of each page.
+
+        Returns the last key, '' where there was none; None where nothing of it can be missing.
+        """
         directory, _, name = prefix.rpartition("/")
-        found: dict[str, Entry] = {}
-        num, firsts = 0, set[str]()
-        async for metas in self._pages(directory, max(prefix[:-1] if name else "", after)):
-            num += len(metas)
+        num, last = 0, ""
+        async for metas in self._pages(directory, max(prefix[:-1] if name else "", start)):
+            num, last = num + len(metas), self._key(metas[-1])
             if metas[0]["path"] in firsts:  # the client itself would go on for ever
                 raise never_ends(f"{self._requests.url}/{prefix}", "list")
             firsts.add(metas[0]["path"])
             for meta in metas:
                 key = self._key(meta)
                 if self._in_order and name and _is_behind(key, directory, name):
-                    return found, True
+                    return None
                 if key.startswith(prefix) and key > after and is_key(key):
                     found[key] = Entry(key, meta["size"], meta["last_modified"].timestamp())
-        return found, num % _LISTED > 0
+        return None if num % _WHOLE else last
 
     async def _peek(self) -> list[str]:
         async for metas in self._pages("", ""):

@@ -1,4 +1,4 @@
-"""A proxy's page in place of a listing, or of one of its pages, is no end of it."""
+"""A page of a proxy, or one that tells of no next, is no end of a listing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from ckptlib.errors import StoreError
 from ckptlib.stores import open_store
 
 NUM_IN_PAGE = 1000
@@ -20,10 +21,15 @@ class Bucket(ThreadingHTTPServer):
 
     daemon_threads = True
     num = 0
+    num_in_page = NUM_IN_PAGE
     foreign = -1
     """Which listing request is answered by PAGE."""
     down = 0
     """So many requests are answered by PAGE as a file, as of a server of pages that knows no other."""
+    tells_next = True
+    """Whether it says where to go on, where there is more."""
+    knows_start = True
+    """Whether it can begin behind an object."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -33,10 +39,10 @@ class Bucket(ThreadingHTTPServer):
         rows = "".join(
             f"<Contents><Key>run/k{number:06}</Key><LastModified>2026-01-02T03:04:05.000Z</LastModified>"
             f"<ETag>&quot;e&quot;</ETag><Size>1</Size></Contents>"
-            for number in range(self.num)[start : start + NUM_IN_PAGE]
+            for number in range(self.num)[start : start + self.num_in_page]
         )
-        end = start + NUM_IN_PAGE
-        more = f"<NextContinuationToken>{end}</NextContinuationToken>" if end < self.num else ""
+        end = start + self.num_in_page
+        more = f"<NextContinuationToken>{end}</NextContinuationToken>" if end < self.num and self.tells_next else ""
         told = f"<IsTruncated>{str(end < self.num).lower()}</IsTruncated>{more}{rows}"
         return f"<ListBucketResult>{told}</ListBucketResult>".encode()
 
@@ -58,7 +64,10 @@ class _Handler(BaseHTTPRequestHandler):
         asked = parse_qs(urlsplit(self.path).query)
         is_foreign = self.server.asked.count("LIST") == self.server.foreign or len(self.server.asked) < self.server.down
         self.server.asked.append("LIST")
-        data = PAGE if is_foreign else self.server.listing(int(asked.get("continuation-token", ["0"])[0]))
+        start = int(asked.get("continuation-token", ["0"])[0])
+        if "start-after" in asked and not start and self.server.knows_start:
+            start = int(asked["start-after"][0].removeprefix("run/k")) + 1
+        data = PAGE if is_foreign else self.server.listing(start)
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -90,6 +99,19 @@ def test_nothing_is_missing(bucket: Bucket, num: int, foreign: int) -> None:
     bucket.num, bucket.foreign = num, foreign
     assert scanned(bucket) == [f"k{number:06}" for number in range(num)]
     assert bucket.asked.count("LIST") > foreign
+
+
+@pytest.mark.parametrize("num_in_page", [100, NUM_IN_PAGE])
+def test_a_page_that_tells_of_no_next_is_no_end(bucket: Bucket, num_in_page: int) -> None:
+    bucket.num, bucket.num_in_page, bucket.tells_next = 2 * num_in_page + 3, num_in_page, False
+    assert scanned(bucket) == [f"k{number:06}" for number in range(bucket.num)]
+
+
+def test_a_server_that_knows_no_way_to_go_on(bucket: Bucket) -> None:
+    """As one that has the first version of listings alone: the first page is not taken for all there is."""
+    bucket.num, bucket.tells_next, bucket.knows_start = NUM_IN_PAGE + 3, False, False
+    with pytest.raises(StoreError, match=r"s3://bucket/run/: cannot list: the server says that there is more"):
+        scanned(bucket)
 
 
 def test_a_page_that_is_a_file_is_no_store(bucket: Bucket) -> None:
