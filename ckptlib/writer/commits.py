@@ -170,7 +170,8 @@ class Commits:
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
 
     def _is_decided(self, save: SaveId) -> bool:
-        """Whether it is committed. Raises SaveFailed when it never will be; Superseded where a newer job has begun."""
+        """Whether it is committed; False where the store does not say. Raises SaveFailed when it never will be;
+        Superseded where a newer job has begun."""
         try:
             if self._catalog.is_committed(save):
                 return True
@@ -178,7 +179,6 @@ class Commits:
         except SaveFailed:
             self._catalog.check_goes_on(save)  # all ranks raise one class: who acts on Superseded must not do so alone
             raise
-        except StoreError:
-            if self._tier is None:  # else it is drained when the store is back
-                raise
+        except StoreError as error:  # rank 0 may be answered, or has been
+            log.info("step %d: the store does not say what became of it: %s", save.step, describe(error))
         return False

@@ -619,6 +619,25 @@ def test_who_asks_for_too_short_a_time_is_told_of_no_failure(bench: Bench) -> No
     assert failed_parts(bench.root) == []
 
 
+@pytest.mark.parametrize("op", ["get", "scan"])
+def test_who_asks_where_the_store_does_not_answer_is_told_of_no_failure(bench: Bench, op: str) -> None:
+    """One request was refused, and the rank said that the save would never be committed, which rank 0 committed."""
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": op, "key": "^(steps|parts)/", "action": "error"}])
+    writer = bench.writer(rank=1, world_size=2, url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    save, slot = bench.slot(1)
+    writer.watch(save, 0.1)
+    answers = heard(writer, "undecided")
+    assert not [event for event in answers if event["event"] == "failed"]
+    committer = bench.writer()
+    committer.add_slot(slot.path)
+    committer.persist(save, slot.path)
+    hear(committer, "committed")
+    write_plan(plan, [])
+    writer.watch(save, 0.0)
+    hear(writer, "committed")
+
+
 @pytest.mark.parametrize("newer", [False, True])
 def test_who_asks_for_a_save_of_another_rank_is_told_that_a_newer_job_has_begun(bench: Bench, newer: bool) -> None:
     """As the rank that commits is: an error of another class on each could end one of them, and not the others."""
