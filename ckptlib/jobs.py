@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 class JobThread:
     """It does its jobs one after the other, in the order in which they were put. An error of a job ends it.
 
-    It begins with the first one: whoever made it and was interrupted before has nothing to end.
+    It begins with the first one, or by `start`: whoever made it and was interrupted before has nothing to end.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,8 +36,15 @@ class JobThread:
         """Whether a job that was put has not come to its end."""
         return self._num_open > 0
 
+    def start(self) -> None:
+        """It runs from now on, where a `put` must not be the one to find that the system has no thread more. Raises
+        RuntimeError then."""
+        with self._lock:
+            if self._thread is None:
+                self._begin()
+
     def put(self, job: Job) -> None:
-        """From any thread."""
+        """From any thread. Raises RuntimeError where it does not run, and the system has no thread for it."""
         with self._lock:
             if self._thread is None:
                 self._begin()

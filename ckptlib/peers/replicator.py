@@ -140,6 +140,11 @@ class Replicator:
         self._broken: Link | None = None
         self.connect()
 
+    def start(self) -> None:
+        """Starts the threads. Raises RuntimeError."""
+        for stream in self._streams():
+            stream.start()
+
     # Snapshots
 
     def local_replicas(self, now: Round, find: FindAlike) -> list[CopyJob]:

@@ -59,7 +59,10 @@ class Notices:
             self._thread = self._thread or JobThread("notices")
             if not self._thread.busy:
                 self._looked = time.monotonic()
-                self._thread.put(self._read)
+                try:
+                    self._thread.put(self._read)
+                except RuntimeError as error:  # the system has no thread for it
+                    self._lose(error)
         return self._found
 
     def _read(self) -> None:
@@ -71,7 +74,7 @@ class Notices:
             self._lose(error)
 
     def _lose(self, error: RuntimeError) -> None:
-        log.info("the store of the ranks is gone, so no rank finds the notices of another any more: %s", error)
+        log.info("the store of the ranks cannot be asked, so this rank has no notices from now on: %s", error)
         self._store = None
 
     def close(self) -> None:

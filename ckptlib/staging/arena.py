@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptlib.devices.numa import running_on
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
-from ckptlib.jobs import JobThread
+from ckptlib.jobs import Job, JobThread
 from ckptlib.slots import files
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.other_slots import OPEN, OtherSlots, prefix_of
@@ -76,9 +76,7 @@ class Arena:
 
         self._join()
         self._pinning.choose_device()
-        self._warming = JobThread("arena")
-        self._warming.put(make)
-        self._warming.leave()
+        self._warming = self._begin(make)
 
     def grow(self) -> None:
         """Makes one slot more, once, in the background: nobody waits for it, and without room there is none."""
@@ -91,9 +89,16 @@ class Arena:
 
         self._pinning.choose_device()
         if self._growing is None and self._slots:
-            self._growing = JobThread("arena")
-            self._growing.put(make)
-            self._growing.leave()
+            self._growing = self._begin(make)
+
+    def _begin(self, make: Job) -> JobThread:
+        thread = JobThread("arena")
+        try:
+            thread.put(make)
+        except RuntimeError as error:
+            log.warning("%s: slots are made when snapshots need them, which wait for that", error)
+        thread.leave()
+        return thread
 
     def await_made(self) -> None:
         """Returns when the slots that are made in the background are there, and told of."""

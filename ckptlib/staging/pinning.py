@@ -55,8 +55,13 @@ class Pinning:
                 self.pin(slot)
 
         if late and self._thread is None:
-            self._thread = threading.Thread(target=pin, name="ckptlib-arena")
-            self._thread.start()
+            thread = threading.Thread(target=pin, name="ckptlib-arena")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.info("slots are not pinned, so copies from the device go through a buffer: %s", error)
+                return
+            self._thread = thread
 
     def unpin(self, slot: Slot) -> None:
         """Before its memory goes."""

@@ -179,6 +179,10 @@ class Stager:
         """The newest one."""
         self._jobs = JobThread("stage")
 
+    def start(self) -> None:
+        """Starts the thread. Raises RuntimeError."""
+        self._jobs.start()
+
     def begin(self, slot: Slot, content: Content) -> Staging:
         """A snapshot of which nothing is copied yet: see `copy`. Once it is there, it comes to an end."""
         self.fail_left()

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ckptlib.errors import StoreError
+
 T = TypeVar("T")
 
 LOOP_GRACE_S = 5.0
@@ -15,7 +17,8 @@ LOOP_GRACE_S = 5.0
 
 
 def in_thread(call: Callable[[], T], limit_s: float) -> T:
-    """The result of `call`, or its error. Raises TimeoutError after `limit_s` seconds; the call goes on then."""
+    """The result of `call`, or its error. Raises TimeoutError after `limit_s` seconds; the call goes on then. Raises
+    StoreError where it was not begun, since the system has no thread for it."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -24,7 +27,10 @@ def in_thread(call: Callable[[], T], limit_s: float) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="ckptlib-bounded", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="ckptlib-bounded", daemon=True).start()
+    except RuntimeError as error:
+        raise StoreError(f"the store was not asked: {error}. See ulimit -u, and pids.max of the cgroup") from error
     return _result(outcome, limit_s)
 
 

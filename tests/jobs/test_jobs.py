@@ -37,6 +37,23 @@ def test_the_thread_is_named_and_holds_up_no_exit() -> None:
     assert (seen[0].name, seen[0].daemon) == ("ckptlib-test", True)
 
 
+def test_one_that_runs_is_put_jobs_though_the_system_has_no_thread_more() -> None:
+    thread, other, done = JobThread("test"), JobThread("test"), list[int]()
+    thread.start()
+    before = threading.stack_size(1 << 46)
+    try:
+        thread.start()
+        thread.put(lambda: done.append(1))
+        with pytest.raises(RuntimeError):
+            other.put(lambda: done.append(2))
+    finally:
+        threading.stack_size(before)
+    other.put(lambda: done.append(3))
+    other.finish()
+    thread.finish()
+    assert sorted(done) == [1, 3]
+
+
 def test_an_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `threading.excepthook` has it: the writer's ends the process."""
     seen: list[type[BaseException]] = []
