@@ -30,7 +30,7 @@ from ckptlib.policy.keep import Keep
 from ckptlib.policy.overhead import overhead_in
 from ckptlib.policy.peers import Coverage, Peers
 from ckptlib.policy.preemption import check_preempted
-from ckptlib.policy.tier import KEEP_LAST, tier_of
+from ckptlib.policy.tier import KEEP_LAST, directory_of, tier_of
 from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.together import together
 from ckptlib.recovery.restore import Part
@@ -143,7 +143,7 @@ class Checkpointer:
             save_deadline=save_deadline,
             max_outage=max_outage,
             algorithm=algorithm,
-            arena=None if arena is None else Path(arena).absolute(),
+            arena=None if arena is None else directory_of("arena", arena),
             keep=keep,
             codec=CodecRules.of(codec),
             refresh=refresh,

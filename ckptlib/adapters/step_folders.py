@@ -36,6 +36,7 @@ from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.jobs import JobFutures
+from ckptlib.policy.tier import directory_of
 from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
 from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.staging.arena import directories
@@ -101,7 +102,7 @@ class StepFolders:
         self._root = root
         self._options = storage_options
         self._beyond = beyond
-        self._arena = None if arena is None else Path(arena).absolute()
+        self._arena = None if arena is None else directory_of("arena", arena)
         self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder, save)}
         self._identity = _identity(directory)
         """Of the directory as it was found or made; None: it is not there yet."""

@@ -78,17 +78,22 @@ class DueDrains:
         self.owed = False
 
 
+def directory_of(name: str, path: str | Path) -> Path:
+    """The directory that an option of this `name` tells. Raises ValueError for one below "~"."""
+    if Path(path).parts[:1] == ("~",):
+        raise ValueError(
+            f"{name}={str(path)!r} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the "
+            f"home directory of it: pass {str(Path(path).expanduser())!r}, or the absolute path if that one is meant"
+        )
+    return Path(path).absolute()
+
+
 def tier_of(
     local: str | Path | None, drain: Policy | None, keep_last: int, bytes_per_second: float | None
 ) -> LocalTier | None:
     """What a Checkpointer was asked for. Raises ValueError for what makes sense with a local tier only."""
-    if local is not None and Path(local).parts[:1] == ("~",):
-        raise ValueError(
-            f"local={str(local)!r} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the "
-            f"home directory of it: pass {str(Path(local).expanduser())!r}, or the absolute path if that one is meant"
-        )
     if local is not None:
-        return LocalTier(Path(local).absolute(), drain, keep_last, bytes_per_second)
+        return LocalTier(directory_of("local", local), drain, keep_last, bytes_per_second)
     if (drain, keep_last, bytes_per_second) != (None, KEEP_LAST, None):
         raise ValueError("drain, local_keep and drain_bandwidth are of the local tier: give local=PATH, too")
     return None

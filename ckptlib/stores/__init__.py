@@ -55,7 +55,7 @@ def _split(url: str) -> tuple[str, str]:
     if scheme in _LOCAL and rest.split("/", 1)[0] == "~":
         raise ValueError(
             f"{url} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the home directory "
-            f"of it: is it {os.path.expanduser(rest)}? Pass that, or ./{rest} if the directory is meant"
+            f"of it: is it {os.path.expanduser(rest)}? Pass that, or {os.path.abspath(rest)} if the directory is meant"
         )
     return scheme, rest
 

@@ -36,6 +36,7 @@ import ckptlib
         ({"on_event": "print"}, TypeError, r"on_event='print': expected a function of an event"),
         ({"export": "out"}, TypeError, r"export='out': expected Export, such as Export\('out/\{step\}'"),
         ({"local": "~/l"}, ValueError, r"local='~/l' would be below a directory called ~.*pass '/.*l', or"),
+        ({"arena": "~/a"}, ValueError, r"arena='~/a' would be below a directory called ~.*pass '/.*a', or"),
         ({"local": "l", "drain_bandwidth": "50MB"}, TypeError, r"drain_bandwidth='50MB': expected bytes per second"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -85,13 +85,13 @@ def test_a_home_that_no_shell_has_replaced_is_no_directory(
     """It would lie where the program was started, and a restart from elsewhere would begin anew."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
-    told = re.escape(f"is it /home/somebody{meant}? Pass that, or ./~{meant} if")
+    told = re.escape(f"is it /home/somebody{meant}? Pass that, or {tmp_path}/~{meant} if")
     with pytest.raises(ValueError, match=told):
         absolute(url)
     with pytest.raises(ValueError, match=told):
         open_store(str(url))
     assert [*tmp_path.iterdir()] == []
-    assert absolute("./~/run") == f"file://{tmp_path}/~/run"
+    assert absolute("./~/run") == absolute(tmp_path / "~/run") == f"file://{tmp_path}/~/run"
     assert absolute("~run") == f"file://{tmp_path}/~run"
 
 
