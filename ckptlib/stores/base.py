@@ -19,6 +19,9 @@ from ckptlib.errors import FormatError, ObjectExists, StoreError
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_KEY_LENGTH = 512
 
+_COMPRESSED = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
+"""Encodings of HTTP. Some servers tell aws-chunked, of plain bytes."""
+
 MAX_WHOLE_NBYTES = 2**30
 """Of an object that is read to its end: only documents are, and no document is larger."""
 
@@ -69,6 +72,16 @@ def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -
 def taken(where: str) -> ObjectExists:
     """The error for a key that has an object."""
     return ObjectExists(f"{where}: exists already, and objects are never overwritten; put it under another key")
+
+
+def check_plain(where: str, encoding: str | None) -> None:
+    """Raises StoreError for an object in another encoding than it was put in, as a proxy gives it that compresses: the
+    store is well, and what came would be taken for damage."""
+    if encoding in _COMPRESSED:
+        raise StoreError(
+            f"{where}: cannot get: it came in the encoding {encoding}, in which it was not put; a proxy in the way "
+            "compresses it: tell it not to, or reach the server past it"
+        )
 
 
 def never_ends(where: str, doing: str) -> StoreError:

@@ -25,6 +25,7 @@ from ckptlib.stores.base import (
     Store,
     as_bytes,
     check_key,
+    check_plain,
     check_prefix,
     check_range,
     joined,
@@ -225,6 +226,7 @@ class ObstoreStore(Store):
             """The bytes; how many they are where that is too many for one request."""
             result = await obstore.get_async(self._requests.quick, path, **_range(offset, nbytes))
             check_answer(result.meta)
+            check_plain(f"{self.url}/{key}", result.attributes.get("Content-Encoding"))
             count = range_nbytes(f"{self.url}/{key}", offset, nbytes, result.meta["size"])
             return count if count > most else bytes(await result.bytes_async())
 
@@ -253,6 +255,7 @@ class ObstoreStore(Store):
         async def get() -> int:
             result = await obstore.get_async(self._requests.quick, path, **_range(offset, view.nbytes))
             check_answer(result.meta)
+            check_plain(f"{self.url}/{key}", result.attributes.get("Content-Encoding"))
             range_nbytes(f"{self.url}/{key}", offset, view.nbytes, result.meta["size"])
             done = 0
             async for chunk in result.stream(min_chunk_size=_READ_NBYTES):

@@ -9,7 +9,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError
-from ckptlib.stores.base import range_nbytes
+from ckptlib.stores.base import check_plain, range_nbytes
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Progress
 from ckptlib.stores.s3_client import Call, S3Client
@@ -85,6 +85,7 @@ class Reading:
 
     def _check(self, answer: dict[str, Any], first: int) -> int:
         """How many bytes the whole range has; `first`: the first one that this answer should have."""
+        check_plain(self._where, answer.get("ContentEncoding"))
         length = int(answer["ContentLength"])
         begin, last, size = self._range(answer.get("ContentRange")) or (0, length - 1, length)
         version = (size, str(answer.get("ETag")))
