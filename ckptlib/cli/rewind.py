@@ -51,7 +51,6 @@ def command(store: Store, output: Output, step: str, yes: bool) -> bool:
     """
     catalog = Catalog(store)
     catalog.root()
-    catalog.check_versions()
     finish_saves(catalog, catalog.next_generation())  # what is whole already is not lost with the job
     save = catalog.resolve(step)
     before = catalog.visible()

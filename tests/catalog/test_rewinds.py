@@ -19,7 +19,7 @@ from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, StoreError, Superseded
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.manifest import Generation
+from ckptlib.format.manifest import Generation, TrashRecord
 from ckptlib.policy.keep import Keep
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
@@ -218,3 +218,11 @@ def test_going_back_to_a_step_that_is_gone_changes_nothing(store: Store, catalog
     with pytest.raises(CheckpointNotFound, match=r"step 1 .* retention has dropped it meanwhile. Nothing was changed"):
         going_back(saves[1])(store)
     assert Catalog(store).visible() == saves[2:]
+
+
+def test_going_back_to_a_step_whose_sweep_died_leaves_it_in_doubt(store: Store, catalog: Catalog) -> None:
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]
+    store.put(saves[1].trash_key, TrashRecord(saves[1], "dropped").encode())
+    with pytest.raises(StoreError, match=r"goes back to step 1, but that has a trash record.*Look again in 1 minute"):
+        going_back(saves[1])(store)

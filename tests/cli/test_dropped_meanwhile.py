@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from helpers.commands import Ckptlib
@@ -23,6 +24,7 @@ from ckptlib.catalog.retention import sweep
 from ckptlib.cli import options
 from ckptlib.format.account import DIED, Account, Mark
 from ckptlib.format.keys import GenerationId
+from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.reading import opened
 from ckptlib.reporting.gather import gather
@@ -37,7 +39,7 @@ class Meanwhile(_HookedStore):
 
     def __init__(self, inner: Store, at: int, other: Callable[[Catalog], object]) -> None:
         super().__init__(inner, "meanwhile")
-        self.num_operations = 0
+        self.inner, self.num_operations = inner, 0
         self._lock = threading.Lock()
         self._at, self._other = at, other
 
@@ -46,7 +48,7 @@ class Meanwhile(_HookedStore):
     def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         with self._lock:  # documents are read by threads
             if self.num_operations == self._at:
-                self._other(Catalog(self._inner))
+                self._other(Catalog(self.inner))
             self.num_operations += 1
         yield data
 
@@ -147,6 +149,65 @@ def test_verify_while_its_step_is_deleted(ckptlib: Ckptlib, monkeypatch: pytest.
         assert (shown.code, "missing" in shown.out) == (1 if shown.err else 0, False), store.num_operations
         told |= {text for text in ("holds no step 3;", "holds no save 000000000003-", "any more") if text in shown.err}
     assert told == {"holds no step 3;", "holds no save 000000000003-", "any more"}
+
+
+ENDS = (
+    "to step 3: the next",
+    "holds no step 3;",
+    "holds no save",
+    "has dropped it meanwhile",
+    "retention dropped that",
+)
+"""Of a rewind."""
+
+
+def test_rewind_while_its_step_is_deleted(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has gone back to a step that is there to stay, or says that it has not."""
+
+    def sweeps(catalog: Catalog) -> None:
+        sweep(catalog, Keep(last=1), None)
+
+    def deletes(catalog: Catalog) -> None:
+        for _ in range(2):
+            sweeps(catalog)
+            age(catalog.store, GRACE.total_seconds() + 60)
+
+    for other in (sweeps, deletes):
+        told = set()
+        for store in each_moment(run, other):
+            monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+            said = ckptlib("rewind", "memory://run", 3, "--yes")
+            (end,) = [text for text in ENDS if text in said.out + said.err] or [said.err]
+            assert said.code == int(end != ENDS[0]), store.num_operations
+            is_told = end in ENDS and "damaged" not in said.err
+            assert is_told or other is deletes, "it has slept for a day behind its look at the step"
+            sweeps(after := Catalog(store.inner))
+            assert ({3, 5} & {save.step for save in after.visible()} == {3}) == (said.code == 0), store.num_operations
+            told.add(end)
+        assert told >= {*ENDS} - {ENDS[2]}, told
+
+
+def test_rewind_while_another_one_goes_back(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To step 4, and its record hides that of the first one, which is put behind it."""
+    was_first = False
+
+    def go_back(catalog: Catalog) -> None:
+        nonlocal was_first
+        was_first = len(catalog.generation_ids()) > 2
+        (target,), following = (save for save in catalog.saves() if save.step == 4), catalog.next_generation()
+        record = Generation(replace(following, number=following.number + 20), 1, target, 0.0, {}, "here", rewind=True)
+        catalog.put_generation(record)
+
+    codes = set()
+    for store in each_moment(run, go_back):
+        was_first = False
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        said = ckptlib("rewind", "memory://run", 3, "--yes")
+        assert "has begun" in said.err if said.code else "to step 3: the next" in said.out, said.err + said.out
+        if not was_first:
+            assert (Catalog(store.inner).visible()[-1].step == 3) == (said.code == 0), store.num_operations
+        codes.add(said.code)
+    assert codes == {0, 1}
 
 
 def go_on(catalog: Catalog) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import DAY_S, Ckptlib, files, of_step, on_terminal, path_of
-from support import age, make_generation, make_root, make_save, put_parts, state
+from support import age, make_generation, make_root, make_save, of_version, put_parts, replace_object, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.cli.tree import Branch, branches_of, drawn
 from ckptlib.errors import StoreDenied, Superseded
-from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.keys import GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
@@ -152,6 +152,20 @@ def test_what_is_whole_is_committed_first(ckptlib: Ckptlib, old: LocalStore) -> 
     said = ckptlib("rewind", old.url, 6, "--yes", "--json")
     assert (said.code, said.json["name"], said.json["abandoned"]) == (0, str(save), [])
     assert steps(ckptlib, old) == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_is_changed_where_a_newer_ckptlib_has_saved(ckptlib: Ckptlib, old: LocalStore) -> None:
+    """Nor is what is whole committed first."""
+    catalog = Catalog(old)
+    put_parts(catalog, GenerationId(1, f"{1:08x}"), 6, state(6))
+    newer = make_generation(catalog, 2)
+    for key in (newer.key, copy_key(newer.key)):
+        replace_object(old, key, of_version(old.get(key), 3))
+    before = files(old.url)
+    for step in (3, "latest", catalog.saves()[2]):
+        said = ckptlib("rewind", old.url, step, "--yes")
+        assert (said.code, "update ckptlib" in said.err) == (1, True)
+    assert files(old.url) == before
 
 
 def test_what_a_dead_job_finishes_later_stays_hidden(ckptlib: Ckptlib, old: LocalStore) -> None:
