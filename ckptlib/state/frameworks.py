@@ -123,7 +123,7 @@ def _put_to_place(loader: Any, state: object) -> None:
     finally:
         loader.restart_on_stop_iteration = restarts
     iterator._cached_state_dict = None
-    loader._iter_for_state_dict = True  # the next iter() leaves it where it is
+    loader._iter_for_state_dict = _NothingLoaded(loader)  # the next iter() leaves it where it is
 
     def first() -> object:
         del iterator.next
@@ -137,6 +137,16 @@ def _put_to_place(loader: Any, state: object) -> None:
             return iterator.next()
 
     iterator.next = first
+
+
+class _NothingLoaded:
+    """True until the program gives a Loader of torchdata.nodes another place itself, where its next iterator begins."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __bool__(self) -> bool:
+        return self._loader._next_iter_state_dict is None
 
 
 def _is_being_read(loader: Any) -> bool:

@@ -132,6 +132,19 @@ def test_a_loader_that_is_in_use_goes_back(tmp_path: Path) -> None:
     assert list(loader) == given
 
 
+def test_a_place_that_the_program_loads_behind_the_restore_counts(tmp_path: Path) -> None:
+    """For the next iterator, as torchdata has it; and for no later one."""
+    loader = nodes.Loader(plain())
+    batches = iter(loader)
+    next(batches), ckptlib.save(tmp_path, {"data": loader}, step=1), next(batches), next(batches)
+    place = loader.state_dict()
+    other = nodes.Loader(plain())
+    ckptlib.load(tmp_path, {"data": other})
+    other.load_state_dict(place)
+    assert [item for batch in list(other) for item, _ in batch] == [*Shuffled()][12:24]
+    assert len(list(other)) == PER_EPOCH
+
+
 def test_what_is_saved_before_the_first_batch_is_the_place_that_was_loaded(tmp_path: Path) -> None:
     loader = nodes.Loader(plain())
     next(iter(loader))
