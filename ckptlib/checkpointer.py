@@ -94,6 +94,8 @@ class Checkpointer:
                      that `ckptlib import` reads; `Init` says more. `restore` fills the state from it, and the run
                      begins at step 0; RNG state is not taken from it. A run that has a step never looks at it.
     init_only:       the names, path prefixes or patterns of the state that are filled so, such as "model".
+    must_resume:     this run has steps: raises CheckpointNotFound where nobody has saved at the URL, and puts nothing
+                     there, and so does `restore` where it finds no step. Else a wrong URL begins a new run.
     export:          files for other libraries, written as the run ends, and at steps of your choice: see `Export`.
                      Another process does it. No save depends on it; only `close` waits for it, within its timeout.
     on_event:        called with each of `ckptlib.events`: snapshots and saves that began, ended or failed, restores,
@@ -134,6 +136,7 @@ class Checkpointer:
         on_event: Callable[[Event], object] | None = None,
         init_from: str | Path | Init | None = None,
         init_only: Only = None,
+        must_resume: bool = False,
         export: Export | None = None,
     ) -> None:
         settings = Settings(
@@ -152,6 +155,7 @@ class Checkpointer:
             record_code=record_code,
             peers=peers,
             local=tier_of(local, drain, local_keep, drain_bandwidth),
+            must_resume=must_resume,
         )
         check_held(state)
         self._state = state
@@ -200,7 +204,6 @@ class Checkpointer:
         map: Rename = None,
         optional: str | Sequence[str] = (),
         device: str | torch.device | None = None,
-        required: bool = False,
     ) -> LoadReport:
         """Fills the state from the newest complete step, in memory, on local disks or in the store; step 0 for none.
 
@@ -218,15 +221,12 @@ class Checkpointer:
         back again; `ckptlib rewind` does it once. Raises CheckpointNotFound, CorruptData, ObjectUnreadable or
         NewerFormat where the step cannot be restored; nothing is abandoned then.
 
-        `required`: for a run that must resume. Raises CheckpointNotFound where no step is, as where the URL is wrong.
-
         A run never begins anew where there are steps: if none can be restored, it raises CorruptData, ObjectUnreadable
         where some cannot be read, CheckpointNotFound where all lack objects, or NewerFormat where a newer ckptlib wrote
         some. Where a newer ckptlib has begun a run in the root, it raises NewerFormat, whatever the steps are.
         """
         self._check_open()
-        part = Part(only, map, optional)
-        report = self._resumption.restore(step, part, strict, device, required, self._steps.has_saved)
+        report = self._resumption.restore(step, Part(only, map, optional), strict, device, self._steps.has_saved)
         self._steps.restored = report.step
         return report
 

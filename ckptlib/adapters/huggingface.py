@@ -51,7 +51,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
 
     ckptlib_options: Mapping[str, Any] = {}
     """Further arguments of `Checkpointer`, such as {"codec": "planes"}; `every` adds saves to those of Trainer.
-    `keep`, `peers`, `local`, `drain` and `process_group` have no place here."""
+    `keep`, `peers`, `local`, `drain`, `process_group` and `must_resume` have no place here."""
 
     _run: TrainerRun | None = None
     _resuming: bool = False

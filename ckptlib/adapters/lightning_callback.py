@@ -33,14 +33,15 @@ class CkptlibCallback(Checkpoint):
         saves = CkptlibCallback("checkpoints/run7", every=100, keep=Keep(last=2, best="val_loss", mode="min"))
         Trainer(callbacks=[saves]).fit(module)  # again after a kill: it goes on
 
-    `fit` begins with the newest step of the root; where that has none, with `ckpt_path`, if any. A step is one of the
-    optimizer. With `keep.best`, each validation that logs this metric is saved besides; the last step always is.
+    `fit` begins with the newest step of the root; where that has none, with `ckpt_path`, if any, but raises with
+    `must_resume=True`. A step is one of the optimizer. With `keep.best`, each validation that logs this metric is saved
+    besides; the last step always is.
 
     `fit` raises Preempted, status 75, where the job was told to stop by SIGTERM: the step is saved then.
     """
 
     def __init__(self, url: str | Path, *, every: When, keep: Keep | None = None, **options: Any) -> None:
-        """`options`: further arguments of `Checkpointer` but `state`, such as peers, local, codec, storage_options."""
+        """`options`: further arguments of `Checkpointer` but `state`, such as peers, local, codec, must_resume."""
         self.best_model_path = ""
         """Lightning asks for it where `ckpt_path="best"`: there is no such file. See `ckptlib.load(step="best")`."""
         self._url = url

@@ -53,7 +53,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         """torchtitan's, and `checkpointer`."""
 
         checkpointer: dict[str, Any] = field(default_factory=dict)
-        """Further arguments of `ckptlib.Checkpointer`, such as peers, codec, local, or another `every`."""
+        """Further arguments of `ckptlib.Checkpointer`, such as peers, codec, must_resume, or another `every`."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         try:
             api.load(self.folder, self._state, "latest" if step == -1 else step, only=only, storage_options=options)
         except CheckpointNotFound:
-            if step != -1:
+            if step != -1 or self._config.checkpointer.get("must_resume"):
                 raise
             if begin is None:
                 return self._read_hf()

@@ -41,7 +41,7 @@ NUMBERED = re.compile(rf"{PREFIX}([0-9]+)")
 SAME_TIME_S = 1.0
 """Directories whose times differ by less say nothing of their ages."""
 
-OURS = ("keep", "peers", "local", "drain", "process_group")
+OURS = ("keep", "peers", "local", "drain", "process_group", "must_resume")
 """Arguments of Checkpointer that contradict what Trainer says."""
 
 
@@ -54,7 +54,8 @@ class TrainerRun:
         wrong = [name for name in OURS if name in options]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} cannot be given to Checkpointer here: Trainer says what is saved and kept"
+                f"{', '.join(wrong)} cannot be given to Checkpointer here: Trainer says what is saved and kept, and "
+                "train(resume_from_checkpoint=True) that there is a checkpoint to resume from"
             )
         self._trainer = trainer
         self._directory = Path(trainer._get_output_dir(getattr(trainer, "_trial", None))).absolute()

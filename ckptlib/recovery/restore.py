@@ -20,6 +20,7 @@ import torch
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.no_step import refuse_fresh, warn_of_traces
 from ckptlib.catalog.unreadable import UNREADABLE, UNUSABLE
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
@@ -43,7 +44,6 @@ from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
-from ckptlib.recovery.no_step import refuse_fresh, warn_of_traces
 from ckptlib.recovery.not_closed import await_others
 from ckptlib.recovery.skipped import Skipped, problem
 from ckptlib.recovery.stored_step import StoredStep
@@ -98,22 +98,19 @@ def restore(
     device: str | torch.device | None,
     step: int | str | None = None,
     part: Part | None = None,
-    required: bool = False,
 ) -> Result:
     """Fills `state`; collective.
 
     With `step`, a number or a full name, nothing but that step will do, and the job goes back to it: see
     `Lineage.go_back`. Raises CheckpointNotFound where it does not exist.
 
-    `required`: raises CheckpointNotFound where there is no step.
-
     Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
     CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. Where a newer
     ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
-    known then.
+    known then. Raises CheckpointNotFound, too, where there is no step and the run must resume.
     """
     part = part or Part()
-    _check_asked(session, step, part, required)
+    _check_asked(session, step, part)
     order = LoadOrder(state, strict=strict, device=device, only=part.only, rename=part.map, optional=part.optional)
     load = partial(_load, session, order)
     laps = Laps()
@@ -175,7 +172,7 @@ def restore(
         raise skipped.error(session.store.url)
     _check_there(session)
     catalog, own, is_first = session.catalog, session.generation, session.group.rank == 0
-    if required:
+    if session.settings.must_resume:
         together(session.group, "looking for a step", lambda: refuse_fresh(catalog, own) if is_first else None)
     if is_first:
         warn_of_traces(catalog, own)
@@ -185,14 +182,12 @@ def restore(
     return Result(LoadReport(0, session.store.url, None, 0, 0.0))
 
 
-def _check_asked(session: Session, step: int | str | None, part: Part, required: bool) -> None:
+def _check_asked(session: Session, step: int | str | None, part: Part) -> None:
     """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
     if step is not None and not isinstance(step, str):
         checked_step(step)
     if not session.group.same(repr(step).encode()):
         raise ValueError(f"restore(step={step!r}): not all ranks named this step")
-    if not session.group.same(repr(required).encode()):  # some would train, and wait for those that have raised
-        raise ValueError("restore(required=) was given on some ranks only; every rank must give it, or none")
     if not session.group.same(b"" if part.only is None else b"only"):  # those that restore all save it again together
         raise ValueError("restore(only=) was given on some ranks only; every rank must give it, or none")
     if step is not None and session.lineage.began:

@@ -66,13 +66,12 @@ class Resumption:
         part: Part,
         strict: bool,
         device: str | torch.device | None,
-        required: bool,
         has_saved: bool,
     ) -> LoadReport:
         """See `Checkpointer.restore`. `has_saved`: whether `save` has taken a step."""
         self._check_first(has_saved)
         session, rank = self._session, self._session.group.rank
-        report, self._generators, marks = restore(session, self._state, strict, device, step, part, required)
+        report, self._generators, marks = restore(session, self._state, strict, device, step, part)
         session.writer.wake()
         if report.save is None and self._begin is not None:
             report = self._begin(self._state, strict, device)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import open_disk
+from ckptlib.catalog.no_step import refuse_new
 from ckptlib.errors import SaveFailed, describe
 from ckptlib.events import Event
 from ckptlib.format import keys, values
@@ -107,8 +108,20 @@ class Session:
         """What needs the store alone. Collective."""
         settings = self.settings
         self.catalog = Catalog(self.store)
-        what = f"opening {self.store.url}"  # one dry run for all ranks; each reads the root's document after it
-        together(self.group, what, lambda: probe(self.store) if self.group.rank == 0 else None)
+        peers, local = settings.peers, settings.local
+        if not self.group.same(repr((settings.must_resume, local is None)).encode()):
+            raise ValueError(
+                f"{self.store.url}: must_resume= or local= was given on some ranks only; every rank must give it, or "
+                "none"
+            )
+
+        def look() -> None:  # one dry run for all ranks; each reads the root's document after it
+            if self.group.rank == 0:
+                if settings.must_resume:
+                    refuse_new(self.catalog)
+                probe(self.store)
+
+        together(self.group, f"opening {self.store.url}", look)
         self.lineage = Lineage(
             self.catalog,
             self.group,
@@ -118,13 +131,10 @@ class Session:
             run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
             directories(settings.arena),
             None if settings.resumable is None else settings.resumable.generation,
-            None if settings.local is None else settings.local.path,
+            None if local is None else local.path,
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
         self.lineage.best = None if settings.keep is None else settings.keep.rule
-        peers, local = settings.peers, settings.local
-        if not self.group.same(b"" if local is None else b"local"):
-            raise ValueError(f"{self.store.url}: local= was given on some ranks only; every rank must give it, or none")
         if local is not None:
             seen = self.store if self.group.rank == 0 else None
             together(self.group, f"opening {local.path}", lambda: open_disk(str(local.path), self.root, seen))

@@ -67,6 +67,8 @@ class Settings:
     """None: snapshots serve storage only."""
     local: LocalTier | None = None
     """None: saves go to the store at once."""
+    must_resume: bool = False
+    """The run has steps: where none is found, it does not begin anew."""
     resumable: Resumable | None = None
     """Of an import: its one save."""
 

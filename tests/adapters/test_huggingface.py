@@ -431,8 +431,20 @@ def test_options(tmp_path: Path, whole: dict[str, Any]) -> None:
     assert checkpoints(directory) == sorted(f"checkpoint-{step}" for step in steps)
     further = min({*steps} - {3, 6, 9, 12, 14})
     assert_same_end(here(directory, resume=str(directory / f"checkpoint-{further}")), whole)
-    with pytest.raises(ValueError, match="keep cannot be given"):
-        here(tmp_path / "other", options={"keep": ckptlib.Keep(last=2)})
+    for name, value in (("keep", ckptlib.Keep(last=2)), ("must_resume", True)):
+        with pytest.raises(ValueError, match=f"{name} cannot be given"):
+            here(tmp_path / "other", options={name: value})
+
+
+def test_a_run_that_must_resume_does_not_begin_in_another_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        here(tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        here(tmp_path / "run", whose="callback", resume="last or True")
+    assert [*tmp_path.rglob("*")] in ([], [tmp_path / "run"])
+    here(tmp_path / "run", 3, whose="callback")
+    here(tmp_path / "run", 6, whose="callback", resume="last or True")
+    assert steps_of(tmp_path / "run")[-1] == 6
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"step": 3}', b'{"step": "../../etc"}', b"[" * 5000], ids=range(5))

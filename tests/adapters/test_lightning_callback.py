@@ -21,6 +21,7 @@ from launch import fork_ranks, forked
 from places import WORKERS
 
 import ckptlib
+from ckptlib.adapters.lightning import CkptlibCallback
 from ckptlib.errors import EXIT_PREEMPTED
 from ckptlib.policy.stop_signal import TOLD_BY
 
@@ -220,6 +221,24 @@ def test_objects_are_refused_by_name_before_the_training(tmp_path: Path) -> None
 
     with pytest.raises(ckptlib.UnsupportedState, match=r"callbacks.*mine"):
         here(tmp_path, also=[Odd()])
+
+
+def test_a_run_that_must_resume_does_not_begin_under_another_path(tmp_path: Path) -> None:
+    here(tmp_path, 4)
+    with pytest.raises(ckptlib.CheckpointNotFound, match="roott has no step to resume from"):
+        saved_by(tmp_path / "roott", must_resume=True)
+    assert not (tmp_path / "roott").exists()
+    saved_by(tmp_path / "root", must_resume=True)
+    assert steps_of(tmp_path)[-1] == 6
+
+
+def saved_by(root: Path, **options: Any) -> None:
+    """A run up to step 6, by a callback with these options."""
+    saves = CkptlibCallback(root, every=3, **options)
+    try:
+        lightning_callback_job.main("", 6, root.parent / "end.pt", {"also": [saves]})
+    finally:
+        close_sessions()
 
 
 def two_ranks(directory: Path, timeout_s: float = 250, **asked: Any) -> tuple[list[int | None], str]:

@@ -154,6 +154,19 @@ def test_load_only(tmp_path: Path) -> None:
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("options", [{}, {"load_only": True}], ids=str)
+def test_a_run_that_must_resume(tmp_path: Path, options: dict[str, Any]) -> None:
+    Run(tmp_path / "first").train(3)
+    options = {**options, "checkpointer": {"must_resume": True}}
+    beginning = {"initial_load_path": str(tmp_path / "first" / "checkpoint")}
+    with pytest.raises(CheckpointNotFound):
+        Run(tmp_path / "run", **beginning, **options)
+    assert not (tmp_path / "run").exists()
+    run = Run(tmp_path / "first", 7.0, **options)
+    assert run.counter.step == 3
+    run.manager.close()
+
+
 @pytest.mark.parametrize("model_only", [True, False])
 def test_initial_load_path(tmp_path: Path, model_only: bool) -> None:
     first = Run(tmp_path / "first")

@@ -33,24 +33,43 @@ def fresh(root: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_run_that_must_resume_does_not_begin_under_another_url(tmp_path: Path) -> None:
     run_once(tmp_path / "root")
-    job = Job(tmp_path / "roott")
+    with pytest.raises(CheckpointNotFound, match=r"/roott has no step to resume from, .* nobody has saved there bef"):
+        Job(tmp_path / "roott").checkpointer(must_resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]  # a later start would take it for a run's
+    with Job(tmp_path / "root").checkpointer(must_resume=True) as ckpt:
+        assert ckpt.restore().step == 1
+
+
+def test_a_root_that_no_step_has_come_to_is_no_run_to_resume(tmp_path: Path) -> None:
+    fresh_job = Job(tmp_path / "root")
+    with fresh_job.checkpointer() as ckpt:
+        ckpt.restore()
+    job = Job(tmp_path / "root", seed=1)
     before = job.bits()
-    with job.checkpointer() as ckpt:
-        with pytest.raises(
-            CheckpointNotFound, match=r"/roott has no step to resume from, .* nobody has saved there bef"
-        ):
-            ckpt.restore(required=True)
-        assert job.bits() == before
-    with Job(tmp_path / "root").checkpointer() as ckpt:
-        assert ckpt.restore(required=True).step == 1
+    with job.checkpointer(must_resume=True) as ckpt, pytest.raises(CheckpointNotFound, match="nobody has saved there"):
+        ckpt.restore()
+    assert job.bits() == before
+
+
+def test_a_run_whose_root_lacks_its_document_resumes(tmp_path: Path) -> None:
+    run_once(tmp_path / "root")
+    (tmp_path / "root" / "ckptlib.json").unlink()
+    shutil.rmtree(tmp_path / "root" / "copies")
+    with Job(tmp_path / "root").checkpointer(must_resume=True) as ckpt:
+        assert ckpt.restore().step == 1
 
 
 def test_what_a_run_begins_from_is_no_step_to_resume_from(tmp_path: Path) -> None:
     run_once(tmp_path / "other")
     job = Job(tmp_path / "root", seed=1)
     before = job.bits()
-    with job.checkpointer(init_from=tmp_path / "other") as ckpt, pytest.raises(CheckpointNotFound, match="no step to"):
-        ckpt.restore(required=True)
+    with job.checkpointer():
+        pass  # makes the root
+    with (
+        job.checkpointer(init_from=tmp_path / "other", must_resume=True) as ckpt,
+        pytest.raises(CheckpointNotFound, match="no step to"),
+    ):
+        ckpt.restore()
     assert job.bits() == before
 
 
@@ -65,8 +84,11 @@ def test_a_root_that_has_lost_its_steps_is_no_fresh_run_without_a_word(
         shutil.rmtree(root / name) if (root / name).is_dir() else (root / name).unlink()
     (said,) = fresh(root, caplog)
     assert "has no step, so this is a fresh run; but a job has begun to save there, as generation 000001-" in said
-    with Job(root).checkpointer() as ckpt, pytest.raises(CheckpointNotFound, match="a job has begun to save there"):
-        ckpt.restore(required=True)
+    with (
+        pytest.raises(CheckpointNotFound, match="a job has begun to save there"),
+        Job(root).checkpointer(must_resume=True) as ckpt,
+    ):
+        ckpt.restore()
 
 
 def test_shares_of_saves_are_told_of_where_nothing_else_is_left(
@@ -89,11 +111,13 @@ def test_a_second_start_that_has_found_steps_is_told_nothing(tmp_path: Path, cap
 
 
 def test_all_ranks_raise_and_none_of_them_alone(tmp_path: Path) -> None:
-    said = fork_ranks("required_restore.py", 2, tmp_path, timeout_s=120)
+    said = fork_ranks("must_resume.py", 2, tmp_path, timeout_s=120)
     for rank in (0, 1):
-        assert f"rank {rank}: some: ValueError: restore(required=) was given on some ranks only" in said
+        assert re.search(
+            f"rank {rank}: some: ValueError: .*/root: must_resume= or local= was given on some ranks only", said
+        )
         assert re.search(f"rank {rank}: all: CheckpointNotFound: .*/root has no step to resume from", said)
     state = {"w": torch.zeros(3)}
-    with ckptlib.Checkpointer(tmp_path / "root", state, every=1) as ckpt:
-        assert ckpt.restore(required=True).step == 1
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1, must_resume=True) as ckpt:
+        assert ckpt.restore().step == 1
     assert state["w"].eq(1).all()

@@ -4,9 +4,10 @@
 
 `whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
 
-JSON: arguments of TrainingArguments; "resume" for `train`, "options" for `ckptlib_options`, "every" for the callback,
-"how" for what happens at the step: "kill", "term", "stop", "break" or "raise"; "fsdp2": true; "own_disks": true for an
-output directory of each rank, and the steps in that of the first one.
+JSON: arguments of TrainingArguments; "resume" for `train` ("last or True": by a callback, in a run that must resume),
+"options" for `ckptlib_options`, "every" for the callback, "how" for what happens at the step: "kill", "term", "stop",
+"break" or "raise"; "fsdp2": true; "own_disks": true for an output directory of each rank, and the steps in that of the
+first one.
 
 Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
@@ -159,8 +160,8 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     settled.holder = saves if whose == "callback" else trainer
     if resume is None and whose == "ours":
         resume = trainer.last_checkpoint() is not None
-    if resume is None and whose == "callback":
-        resume = saves.last_checkpoint(args)
+    if whose == "callback" and resume in (None, "last or True"):
+        resume = saves.last_checkpoint(args) or resume == "last or True"
     trainer.train(resume_from_checkpoint=resume)
     assert {type(param) is DTensor for param in trainer.model.parameters()} == {Sharded.fsdp2}
     state = whole({"model": trainer.model.state_dict(), "optim": trainer.optimizer.state_dict()["state"]})

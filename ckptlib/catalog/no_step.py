@@ -1,4 +1,7 @@
-"""A root without a step to resume from: whether a run has saved there before, and the error where it must resume."""
+"""A root without a step to resume from: whether a run has saved there before, and the error where it must resume.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ckptlib.format.keys import GenerationId
 log = logging.getLogger(__name__)
 
 
-def traces(catalog: Catalog, own: GenerationId) -> str | None:
+def traces(catalog: Catalog, own: GenerationId | None) -> str | None:
     """What other starts than `own` have left in a root without a step; None: nothing. Raises the store's errors."""
     if starts := [generation for generation in catalog.generation_ids() if generation != own]:
         return f"a job has begun to save there, as generation {words.last(starts, 2)}"
@@ -22,13 +25,27 @@ def traces(catalog: Catalog, own: GenerationId) -> str | None:
     return None
 
 
-def refuse_fresh(catalog: Catalog, own: GenerationId) -> None:
+def refuse_new(catalog: Catalog) -> None:
+    """For a run that must resume, before anything is put: where nobody has made a root, this one does not either.
+
+    Raises CheckpointNotFound, and the store's errors. Where a root is there, steps may be in memory only: `restore`
+    tells.
+    """
+    try:
+        catalog.root()
+    except CheckpointNotFound:
+        if not catalog.saves():
+            refuse_fresh(catalog, None)
+
+
+def refuse_fresh(catalog: Catalog, own: GenerationId | None) -> None:
     """For a run that must resume. Raises CheckpointNotFound, and the store's errors."""
     left = traces(catalog, own)
     raise CheckpointNotFound(
-        f"{catalog.store.url} has no step to resume from, and restore(required=True) must have one: "
+        f"{catalog.store.url} has no step to resume from, and must_resume=True says that there is one: "
         f"{'nobody has saved there before' if left is None else f'{left}, and no step is there'}. Is this the URL of "
-        "the run, is its file system mounted, and has a copy of the root ended? To begin a new run, leave out required="
+        "the run, is its file system mounted, and has a copy of the root ended? To begin a new run, leave out "
+        "must_resume="
     )
 
 
