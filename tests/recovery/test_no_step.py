@@ -113,9 +113,7 @@ def test_a_second_start_that_has_found_steps_is_told_nothing(tmp_path: Path, cap
 def test_all_ranks_raise_and_none_of_them_alone(tmp_path: Path) -> None:
     said = fork_ranks("must_resume.py", 2, tmp_path, timeout_s=120)
     for rank in (0, 1):
-        assert re.search(
-            f"rank {rank}: some: ValueError: .*/root: must_resume= or local= was given on some ranks only", said
-        )
+        assert re.search(f"rank {rank}: some: ValueError: .*/root: must_resume= or local= was given on some", said)
         assert re.search(f"rank {rank}: all: CheckpointNotFound: .*/root has no step to resume from", said)
     state = {"w": torch.zeros(3)}
     with ckptlib.Checkpointer(tmp_path / "root", state, every=1, must_resume=True) as ckpt:
