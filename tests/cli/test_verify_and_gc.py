@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from helpers.commands import DAY_S, Ckptlib, files, of_step, on_terminal, path_of
 from helpers.increments import SIDE
-from support import age, of_version
+from support import age, make_generation, make_save, of_version, replace_object, state
 
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format.keys import copy_key
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import flip_bit
+from ckptlib.stores.testing import flip_bit, write_plan
 
 LARGE = SIDE * SIDE * 4
 
@@ -83,6 +85,39 @@ def test_verify_with_a_damaged_history(ckptlib: Ckptlib, root: Path) -> None:
         ("altered", "generations"),
     ]
     assert [step["step"] for step in document["steps"]] == [3]
+
+
+def test_verify_where_nobody_can_tell_which_steps_are_on_the_history(ckptlib: Ckptlib, made: LocalStore) -> None:
+    """A record above all steps is damaged: it may be a rewind. The step that was saved last is looked at, or the named
+    one."""
+    catalog = Catalog(made)
+    second = make_generation(catalog, 2, catalog.saves()[1])
+    last = make_save(catalog, second, 3, state(3))
+    lost = make_generation(catalog, 3, last)
+    for key in (lost.key, copy_key(lost.key)):
+        replace_object(made, key, b"{}")
+    by_step = catalog.saves()
+    for step, save in (("latest", last), (3, last), (5, by_step[-1]), (by_step[2], by_step[2])):
+        document = ckptlib("verify", made.url, step, "--json").json
+        assert [one["name"] for one in document["steps"]] == [str(save)]
+        assert [one["key"] for one in document["findings"]] == [lost.key]
+    said = ckptlib("verify", made.url, 77)
+    assert (said.code, said.out) == (1, "")
+    assert "cannot be told whether the job went back" in said.err
+    for key in (lost.key, copy_key(lost.key)):
+        replace_object(made, key, of_version(made.get(second.key), 3))
+    document = ckptlib("verify", made.url, by_step[0], "--json").json
+    assert [one["name"] for one in document["steps"]] == [str(by_step[0])]
+
+
+def test_verify_looks_at_no_other_step_where_the_store_fails(
+    ckptlib: Ckptlib, made: LocalStore, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    write_plan(plan, [{"op": "scan", "key": "^steps/", "nth": 1, "action": "error"}])
+    said = ckptlib("verify", f"fault+{made.url}?plan={plan}")
+    assert (said.code, said.out) == (1, "")
+    assert "as planned" in said.err
 
 
 def test_verify_mends_what_is_there_twice(ckptlib: Ckptlib, root: Path) -> None:
