@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, raise_if_failed
+from ckptlib.catalog.commit import Committer, choose_parts, raise_if_failed
 from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.errors import CkptError, SaveFailed, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
@@ -25,6 +25,10 @@ from ckptlib.writer.trainer import Trainer
 from ckptlib.writer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+
+class _InDoubt(SaveFailed):
+    """Rank 0 has given it up, and all of its parts are there: the manifest may be on its way."""
 
 
 class Commits:
@@ -164,21 +168,27 @@ class Commits:
                         return
                     time.sleep(pause)
                     pause = min(pause * 1.5, 0.5)
+        except _InDoubt as error:
+            self._failures.report(save, SaveFailed(str(error)), seen=True, in_doubt=True)
+            return
         except (CkptError, OSError) as error:
             self._failures.report(save, error, seen=True)
             return
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
 
     def _is_decided(self, save: SaveId) -> bool:
-        """Whether it is committed; False where the store does not say. Raises SaveFailed when it never will be;
-        Superseded where a newer job has begun."""
+        """Whether it is committed; False where the store does not say. Raises SaveFailed when it never will be,
+        _InDoubt where it may be, and Superseded where a newer job has begun."""
         try:
             if self._catalog.is_committed(save):
                 return True
-            raise_if_failed(self._catalog, save)
-        except SaveFailed:
-            self._catalog.check_goes_on(save)  # all ranks raise one class: who acts on Superseded must not do so alone
-            raise
+            try:
+                raise_if_failed(self._catalog, save)
+            except SaveFailed as error:
+                self._catalog.check_goes_on(save)  # all ranks raise one class: nobody may act on Superseded alone
+                if not choose_parts(self._catalog.parts(save), self._world_size)[1]:
+                    raise _InDoubt(str(error)) from error
+                raise
         except StoreError as error:  # rank 0 may be answered, or has been
             log.info("step %d: the store does not say what became of it: %s", save.step, describe(error))
         return False

@@ -31,7 +31,7 @@ from ckptlib.testing import write_plan
 from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.client import MAX_DEATHS, Writer
-from ckptlib.writer.persist import put_failure
+from ckptlib.writer.persist import Persister, put_failure
 
 LARGE_BYTES = 600 << 20
 
@@ -651,6 +651,22 @@ def test_who_asks_for_a_save_of_another_rank_is_told_that_a_newer_job_has_begun(
     found = hear(writer, "failed")
     assert found["kind"] == ("Superseded" if newer else "SaveFailed")
     assert ("has begun" if newer else "rank 0 failed: gave up") in found["error"]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_who_asks_for_what_rank_0_gave_up_behind_all_parts_is_told_in_doubt(bench: Bench, parts: int) -> None:
+    """Its manifest may have been put, though that was not answered, and may come late. Without a part there is none."""
+    save = SaveId(1, bench.generation)
+    with open_store(str(bench.root)) as store, ThreadPoolExecutor(1) as executor:
+        for rank in range(parts):
+            bench.slots.append(ready_slot(bench.directory, save, {f"w{rank}": np.arange(9)}, rank, size=2))
+            Persister(store, executor, rank, 2).persist(bench.slots[rank], save)
+        put_failure(store, save, 0, "gave up")
+    writer = bench.writer(rank=1, world_size=2)
+    writer.watch(save, WAIT_S)
+    found = hear(writer, "failed")
+    assert (found["kind"], found["seen"], found.get("in_doubt", False)) == ("SaveFailed", True, parts == 2)
+    assert "rank 0 failed: gave up" in found["error"]
 
 
 def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
