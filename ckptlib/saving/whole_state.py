@@ -37,8 +37,8 @@ def check_state(state: object) -> Mapping[object, object]:
 def check_held(state: object) -> None:
     """As `check_state`, for a state that is saved again and again, and restored into.
 
-    Raises UnsupportedState for what the `state_dict()` of a new optimizer gave. It is a copy without moments: no step
-    of the optimizer reaches it, nor does a restore reach the optimizer, and nothing else would ever tell.
+    Raises UnsupportedState for what the `state_dict()` of a new optimizer, a scheduler or a gradient scaler gave. It is
+    a copy: no step of the object reaches it, nor does a restore reach the object, and nothing else would ever tell.
     """
     todo: list[tuple[str, object]] = [(str(key), value) for key, value in check_state(state).items()]
     seen: set[int] = set()
@@ -49,14 +49,25 @@ def check_held(state: object) -> None:
             continue
         seen.add(id(value))  # one that contains itself is refused by the first look
         entries = dict(value.items() if isinstance(value, Mapping) else enumerate(cast(Sequence[object], value)))
-        moments = entries.get("state")
-        if entries.keys() == {"state", "param_groups"} and isinstance(moments, Mapping) and not moments:
+        whose = _copied_from(entries)
+        if whose is not None:
             raise UnsupportedState(
-                f"{path} is what an optimizer's state_dict() gave, without any moments: a copy, which no step of the "
-                "optimizer changes, and from which a restore fills no optimizer. Give the objects "
-                "themselves, such as {'model': model, 'optim': optim, 'sched': sched}, and no state_dict() of theirs"
+                f"{path} is what the state_dict() of {whose} gave: a copy, which no step of the training changes, and "
+                "from which a restore fills no object. Give the objects themselves, such as {'model': model, 'optim': "
+                "optim, 'sched': sched}, and no state_dict() of theirs"
             )
         todo += [(f"{path}/{key}", inner) for key, inner in entries.items()]
+
+
+def _copied_from(entries: Mapping[object, object]) -> str | None:
+    """Whose `state_dict()` gave these, where its keys tell. That of a module shares memory with it; what an optimizer
+    has for its parameters does, too, once it is there."""
+    moments = entries.get("state")
+    if entries.keys() == {"state", "param_groups"} and isinstance(moments, Mapping) and not moments:
+        return "an optimizer without any moments"
+    if "_last_lr" in entries:
+        return "a scheduler"
+    return "a gradient scaler" if "_growth_tracker" in entries else None
 
 
 def whole_state(state: object, generators: object) -> dict[object, object]:

@@ -62,6 +62,26 @@ def test_what_an_optimizers_state_dict_gave(tmp_path: Path, above: str) -> None:
     ckptlib.save(tmp_path / "root", inner, 1)  # a state of that moment is what it is
 
 
+@pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau", "ChainedScheduler", "GradScaler"])
+def test_what_the_state_dict_of_a_scheduler_or_a_scaler_gave(tmp_path: Path, kind: str) -> None:
+    """Saved again and again, it would begin each restart with the first learning rate, or the first scale."""
+    optim = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    schedulers = torch.optim.lr_scheduler
+    made = {
+        "StepLR": lambda: schedulers.StepLR(optim, 2),
+        "ReduceLROnPlateau": lambda: schedulers.ReduceLROnPlateau(optim),
+        "ChainedScheduler": lambda: schedulers.ChainedScheduler([schedulers.StepLR(optim, 2)]),
+        "GradScaler": lambda: torch.amp.GradScaler("cpu"),
+    }[kind]()
+    whose = "a gradient scaler" if kind == "GradScaler" else "a scheduler"
+    with pytest.raises(ckptlib.UnsupportedState, match=rf"^x is what the state_dict\(\) of {whose} gave: a copy"):
+        ckptlib.Checkpointer(tmp_path / "root", {"x": made.state_dict()}, every=1)
+    assert not (tmp_path / "root").exists(), "nothing is opened"
+    ckptlib.save(tmp_path / "root", {"x": made.state_dict()}, 1)  # a state of that moment is what it is
+    with ckptlib.Checkpointer(tmp_path / "run", {"x": made}, every=1, arena=tmp_path):
+        pass
+
+
 def test_what_has_no_more_than_the_keys_of_one(tmp_path: Path) -> None:
     state = {"run": {"state": np.zeros(3), "param_groups": []}, "more": {"state": torch.zeros(3), "param_groups": []}}
     with ckptlib.Checkpointer(tmp_path / "root", state, every=1, arena=tmp_path) as ckpt:
