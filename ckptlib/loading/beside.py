@@ -39,8 +39,8 @@ class Beside:
     then: TensorEntry | None
     """As it was saved, if it was."""
     dtensors: Collection[str]
-    """Keys of the optimizer's state whose tensors were DTensors that were whole on each rank: a layout has these and
-    plain tensors alike."""
+    """Paths in its saved state, of the tensors that were DTensors and whole on each rank: a layout has these and plain
+    tensors alike."""
 
     def make(self, key: str, entry: TensorEntry, now: object, dtype: torch.dtype) -> torch.Tensor | Sharded | None:
         """What is to be filled with saved state; None: a plain tensor, whole on each rank.

@@ -86,7 +86,7 @@ class OptimizerTargets:
         is_own = self._saved.classes.get(saved_path) == type(optimizer).__name__
         before = {name for name, group in groups.items() if group.layout == 0}
         is_alike = is_own and before == {*map(self._saved_name, chain.from_iterable(names))}
-        scalars, dtensors = scalars_of(optimizer), self._saved.dtensors.get(saved_path, frozenset())
+        scalars, dtensors = scalars_of(optimizer), self._saved.dtensors.get(saved_path, {})
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
@@ -112,7 +112,7 @@ class OptimizerTargets:
                 if known is not None and self._fit(kind, param, full, saved_name, known):
                     numbers = frozenset[str]() if is_own and kind is None else scalars
                     then, by_hand = self._saved.tensors.get(saved_name), self._params.by_hand.get(id(param))
-                    beside = Beside(self._plan, full, param, by_hand, then, dtensors)
+                    beside = Beside(self._plan, full, param, by_hand, then, dtensors.get(saved_name, frozenset()))
                     self._add_param_state(optimizer, options, beside, known, kind, numbers)
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))

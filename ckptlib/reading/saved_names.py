@@ -56,8 +56,9 @@ class SavedNames:
         """By path of an optimizer: parameter name to group."""
         self.classes: dict[str, str] = {}
         """By path of an optimizer: the name of its class, where the checkpoint tells it."""
-        self.dtensors: dict[str, frozenset[str]] = {}
-        """By path of an optimizer: keys of state, see `ckptlib.state.optimizers.whole_dtensors`."""
+        self.dtensors: dict[str, dict[str, frozenset[str]]] = {}
+        """By path of an optimizer, and by name of a parameter: paths in its state, see
+        `ckptlib.state.optimizer_tensors.whole_dtensors`."""
         self._orders: dict[str, dict[frozenset[str], list[str]]] = {}
         """By path of an optimizer and keys of a parameter's state: the order they had."""
         self._positions: dict[str, dict[str, int]] = {}
@@ -92,8 +93,10 @@ class SavedNames:
                 self.classes.setdefault(path, name)
                 self._add_orders(path, orders)
         match tree["optimizer"]:
-            case {"dtensors": list(keys)}:
-                self.dtensors[path] = self.dtensors.get(path, frozenset()).union(map(str, keys))
+            case {"dtensors": dict(found)}:
+                told = self.dtensors.setdefault(path, {})
+                for name, keys in found.items():
+                    told.setdefault(name, frozenset(map(str, keys if isinstance(keys, list) else [])))
 
     def _add_orders(self, path: str, orders: list[Json]) -> None:
         known, positions = self._orders.setdefault(path, {}), self._positions.setdefault(path, {})

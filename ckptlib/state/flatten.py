@@ -370,6 +370,6 @@ def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:
 def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
     """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
     orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
-    dtensors = whole_dtensors(optimizer)
+    dtensors = whole_dtensors(optimizer, chain.from_iterable(names))
     described: dict[str, Any] = {"groups": names, "class": type(optimizer).__name__, "keys": orders}
     return cast(Json, {**described, "dtensors": dtensors} if dtensors else described)

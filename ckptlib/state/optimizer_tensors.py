@@ -5,10 +5,11 @@ Knows where they stand, and which of them are DTensors; their names are in `ckpt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ckptlib.format.paths import segment_of
 from ckptlib.format.tagged_values import MAX_DEPTH
@@ -31,18 +32,28 @@ def tensors_in(value: object, *keys: object) -> Iterator[tuple[tuple[object, ...
                 yield from tensors_in(item, *keys, key)
 
 
-def whole_dtensors(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The keys of state whose tensors are DTensors that are whole on each rank, and are not placed as their parameter
-    is. Placements and shape tell no such tensor from a plain one. Raises as `tensors_in` does."""
-    found = {
-        "/".join(map(segment_of, keys))
-        for param, state in optimizer.state.items()
-        if isinstance(param, DTensor)
-        for key, value in state.items()
-        if type(value) not in PLAIN and type(value) not in SCALARS
-        for keys, tensor in tensors_in(value, key)
-        if isinstance(tensor, DTensor)
-        and all(placement.is_replicate() for placement in tensor.placements)
-        and (tensor.shape, tensor.placements) != (param.shape, param.placements)
-    }
-    return sorted(found)
+def whole_dtensors(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, list[str]]:
+    """By name of a parameter: the paths in its state of the DTensors that are whole on each rank, and are not placed as
+    it is. Placements and shape tell no such tensor from a plain one.
+
+    `names`: of the parameters, group by group. Raises as `tensors_in` does.
+    """
+    found: dict[str, list[str]] = {}
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for name, param in zip(names, params, strict=True):
+        for key, value in optimizer.state.get(param, {}).items() if isinstance(param, DTensor) else ():
+            if type(value) in PLAIN or type(value) in SCALARS:  # nearly all, or else a DTensor
+                continue
+            within = [((key,), value)] if isinstance(value, DTensor) else tensors_in(value, key)
+            for keys, tensor in within:
+                if isinstance(tensor, DTensor) and _is_whole(tensor) and not _is_placed_as(tensor, param):
+                    found.setdefault(name, []).append("/".join(map(segment_of, keys)))
+    return {name: sorted(paths) for name, paths in found.items()}
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    return {*map(type, tensor._spec.placements)} == {Replicate}  # its property and a generator cost 1 us more
+
+
+def _is_placed_as(tensor: DTensor, param: DTensor) -> bool:
+    return (tensor.shape, tensor.placements) == (param.shape, param.placements)

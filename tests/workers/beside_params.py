@@ -104,6 +104,8 @@ class Job:
             "left": self.beside(name, (rows, rows), {0: 0}, "left"),
             "whole": self.beside(name, (6, 2), {}, "whole"),
             "plain": whole((6, 6), name, self.seed, "plain"),
+            # of one parameter a DTensor, of the others a plain tensor
+            "either": self.beside(name, (6, 2), {}, "e") if name == "matrix" else whole((6, 2), name, self.seed, "e"),
             "row": self.beside(name, (rows,), {0: 0}, "row"),
             "column": self.beside(name, (1, shape[last]), {last: 1}, "column"),
             "history": self.beside(name, (2, *shape), {0: 1, 1: 2}, "history"),
