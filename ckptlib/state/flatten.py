@@ -43,7 +43,7 @@ from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.rng import RngState
 from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
-from ckptlib.state.visitor import Visitor
+from ckptlib.state.visitor import SCALARS, Visitor
 from ckptlib.state.wrappers import is_extra_state
 
 NO_OWNERS: Mapping[int, torch.optim.Optimizer] = {}
@@ -247,23 +247,25 @@ class _Walk(Visitor[bool], Collector):
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
-        def content() -> Iterator[tuple[str, torch.Tensor, object, bool]]:
+        def content(*, tensors: bool) -> Iterator[tuple[str, torch.Tensor, Any, bool]]:
+            """The tensors, or all else."""
             params = (param for group in optimizer.param_groups for param in group["params"])
             for name, param in zip(chain.from_iterable(names), params, strict=True):
                 is_own = per_rank or id(param) in own
                 for key, value in optimizer.state.get(param, {}).items():
-                    yield state_path(path, name, key), param, value, is_own
+                    if isinstance(value, torch.Tensor) == tensors:
+                        yield state_path(path, name, key), param, value, is_own
 
         taken: dict[str, list[Part]] = {}
         """By name: what the tensors are made of that are made of others."""
 
         def add(walk: _Walk) -> None:
-            for name, param, value, is_own in content():
+            for name, param, value, is_own in content(tensors=True):
                 if name in taken:
                     for part in taken[name]:
                         walk.owners[id(part.tensor)] = optimizer
                         walk.add_tensor(*part)
-                elif isinstance(value, torch.Tensor):
+                else:
                     walk.owners[id(value)] = optimizer
                     walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, is_own)
 
@@ -280,7 +282,7 @@ class _Walk(Visitor[bool], Collector):
         else:
             keys = list(map(list, held))
         if any_subclass(tensors):
-            for name, param, value, is_own in content():
+            for name, param, value, is_own in content(tensors=True):
                 if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
                     taken[name] = self.take_apart(value, name, is_own)
             inner = list(chain.from_iterable(taken.values()))
@@ -294,11 +296,9 @@ class _Walk(Visitor[bool], Collector):
                 sight = self._memo.sections[key].sight
                 self._memo.optimizers[key] = KnownOptimizer(entries, sight, names, described)
         if mixed:
-            for name, param, value, is_own in content():
-                if isinstance(value, torch.Tensor):
-                    continue
-                with saying_how(optimizer):
-                    if not is_own and (id(param) in self.by_hand or is_sharded(param)):
+            with saying_how(optimizer):
+                for name, param, value, is_own in content(tensors=False):
+                    if type(value) not in SCALARS and not is_own and (id(param) in self.by_hand or is_sharded(param)):
                         # a plain tensor that differs between ranks is a part then, and nothing tells of what
                         self.owners.update((id(tensor), optimizer) for _, tensor in tensors_in(value, name))
                     self.add_object(value, name, is_own)
