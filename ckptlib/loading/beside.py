@@ -19,7 +19,7 @@ from ckptlib.format import sharding
 from ckptlib.format.layout import ByHand, Placed, TensorEntry
 from ckptlib.format.paths import segment_of
 from ckptlib.format.sharding import Replicate
-from ckptlib.loading.load_plan import LoadPlan, Make, made
+from ckptlib.loading.load_plan import LoadPlan, Make, made, room_for
 from ckptlib.state.leaf import Sharded, is_elsewhere, mesh_of, placement_of, torch_dtype
 from ckptlib.state.places import own_part
 from ckptlib.state.subclasses import plain_like
@@ -155,14 +155,15 @@ def _placed(param: DTensor, dims: dict[int, int | None], entry: TensorEntry, dty
     if coordinate is not None:
         told = [placement_of(placement, len(entry.shape), entry.name) for placement in placements]
         local = sharding.shape_local(entry.shape, mesh_of(param).shape, told, coordinate)
-    return DTensor.from_local(
-        torch.empty(local, dtype=dtype, device=own_part(param).device),
-        param.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(entry.shape),
-        stride=torch.empty(entry.shape, device="meta").stride(),
-    )
+    with room_for(entry):
+        return DTensor.from_local(
+            torch.empty(local, dtype=dtype, device=own_part(param).device),
+            param.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(entry.shape),
+            stride=torch.empty(entry.shape, device="meta").stride(),
+        )
 
 
 def _along(placement: Placement, dims: dict[int, int | None], ndim: int) -> Placement:

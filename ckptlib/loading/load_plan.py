@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeGuard
 
@@ -350,7 +351,14 @@ def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
 
 def made(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
     """A tensor of the saved shape and dtype. Raises StateMismatch where there is no room for it."""
-    try:
+    with room_for(entry):
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+
+
+@contextmanager
+def room_for(entry: TensorEntry) -> Iterator[None]:
+    """Raises StateMismatch where there is no room for a tensor that is made within."""
+    try:
+        yield
     except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0
         raise StateMismatch(f"{entry.name}: no room for {entry.dtype}{list(entry.shape)}: {error}") from error

@@ -19,7 +19,7 @@ from ckptlib.format.paths import join, key_of, segment_of
 from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
 from ckptlib.loading.beside import Beside
-from ckptlib.loading.load_plan import LoadPlan, fits
+from ckptlib.loading.load_plan import LoadPlan, fits, room_for
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
 from ckptlib.state.leaf import Sharded, leaf_of, local_of, torch_dtype
@@ -298,7 +298,8 @@ class OptimizerTargets:
             entry = self._saved.tensors.get(join(name, key))
             if entry is None:
                 return None
-            return torch.empty(entry.shape, dtype=inner.dtype, device=_device_of(param))
+            with room_for(entry):
+                return torch.empty(entry.shape, dtype=inner.dtype, device=_device_of(param))
 
         return None if known is None else another(known, param, make)
 
@@ -325,7 +326,8 @@ class OptimizerTargets:
             target = made
         else:
             on_device = by_kernel or (key != "step" and entry.shape)
-            target = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
+            with room_for(entry):
+                target = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
             under, first = self._shared.setdefault(entry.name, (name, target))
             if under != name:  # one tensor of several parameters, such as a count of steps, which is counted up once
                 return first

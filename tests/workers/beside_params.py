@@ -270,6 +270,22 @@ def test_the_whole_does_not_go_where_a_piece_is_kept(directory: Path) -> None:
             ckptlib.load(directory, pieces(1).state, process_group=GROUPS[1])
 
 
+def test_no_room_is_told_by_name(directory: Path) -> None:
+    """Nothing has as many bytes as a damaged or hostile step may tell of, or such strides."""
+    make_groups()
+    if rank() >= 1:
+        return
+    shape, stride = torch.Size((0, 1 << 40, 1 << 40)), (1, 1, 1)
+    empty = torch.empty_strided(shape, stride)
+    placed = DTensor.from_local(empty, MESHES[1,], [S0], run_check=False, shape=shape, stride=stride)
+    for key, value in {"plain": empty, "placed": placed}.items():
+        job = Job("fsdp-1", "saved")
+        job.optim.state[job.params["bias"]] = {"m": value}
+        ckptlib.save(directory / key, job.state, 1, process_group=GROUPS[0])
+        with pytest.raises(StateMismatch, match=r"optim/params/bias/m: no room for float32\[0, 1099511627776, "):
+            ckptlib.load(directory / key, Job("fsdp-1", "other").state, process_group=GROUPS[0])
+
+
 def by_hand(seed: str, rows: Sequence[int]) -> tuple[dict[str, object], Keeping, dict[str, object]]:
     """A square matrix cut by hand, its optimizer, and the state that this has."""
     first, count = sum(rows[: rank()]), rows[rank()]
@@ -322,6 +338,7 @@ if __name__ == "__main__":
             test_one_number_is_no_piece,
             test_a_rank_outside_of_the_mesh_has_no_part_that_could_be_another,
             test_the_whole_does_not_go_where_a_piece_is_kept,
+            test_no_room_is_told_by_name,
             test_what_is_nested_beside_a_parameter_that_is_cut_by_hand,
         ]
     )
