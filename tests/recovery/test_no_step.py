@@ -11,9 +11,14 @@ import pytest
 import torch
 from helpers.one_job import Job
 from launch import fork_ranks
+from support import make_generation, make_root
 
 import ckptlib
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound
+from ckptlib.recovery.no_step import warn_of_traces
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import FaultStore, write_plan
 
 
 def run_once(root: Path, step: int = 1) -> None:
@@ -108,6 +113,17 @@ def test_a_second_start_that_has_found_steps_is_told_nothing(tmp_path: Path, cap
     run_once(tmp_path / "root", step=2)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert fresh(tmp_path / "new", caplog) == []
+
+
+def test_a_hint_that_cannot_be_given_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is a start told of itself."""
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    own = make_generation(catalog, 1)
+    warn_of_traces(catalog, own)
+    assert not caplog.records
+    write_plan(tmp_path / "plan", [{"op": "scan", "key": "^generations/", "action": "error"}])
+    warn_of_traces(Catalog(FaultStore(catalog.store, str(tmp_path / "plan"))), own)
+    assert "whether a run has saved there before is not known: " in caplog.text
 
 
 def test_all_ranks_raise_and_none_of_them_alone(tmp_path: Path) -> None:
