@@ -144,7 +144,7 @@ def work() -> None:
                 window.steps.append(time.perf_counter() - began)
             return window
 
-        train(lambda window: len(window.steps) >= 60)  # slots, plans, connections
+        train(lambda window: len(window.steps) >= 60 and direct.saves() != [])  # slots, plans, connections
         well = train(lambda window: window.seconds > least_s)
         listener.at = None
         _write(rules, [given["fault"]])
