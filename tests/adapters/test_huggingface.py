@@ -24,6 +24,7 @@ from places import WORKERS
 
 import ckptlib
 from ckptlib.adapters.step_folders import POINTER
+from ckptlib.cli import app
 from ckptlib.errors import EXIT_PREEMPTED
 from ckptlib.policy.stop_signal import TOLD_BY
 
@@ -420,6 +421,18 @@ def test_saves_by_epoch_and_of_the_model_only(tmp_path: Path) -> None:
     here(tmp_path / "run", save_strategy="epoch", save_only_model=True, save_total_limit=None)
     assert checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-14", "checkpoint-5"]
     assert set(ckptlib.read(tmp_path / "run" / "ckptlib", 10)) == {"model", "@rng"}
+
+
+def test_a_checkpoint_gets_its_weights_by_the_command(tmp_path: Path) -> None:
+    """Where its config lies: `from_pretrained` reads the directory, and a run still resumes from it."""
+    directory = tmp_path / "run"
+    model = here(directory, 3)["model"]
+    root, folder = str(directory / "ckptlib"), str(directory / "checkpoint-3")
+    given = ["export", root, folder, "--step", "3", "--format", "hf", "--only", "model", "--strip", "model/"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        app.run(given)
+    assert same(hf_job.Model.from_pretrained(folder).state_dict(), model)
+    assert here(directory, 6)["step"] == 6
 
 
 def test_options(tmp_path: Path, whole: dict[str, Any]) -> None:
