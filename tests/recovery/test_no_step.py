@@ -15,8 +15,8 @@ from support import make_generation, make_root
 
 import ckptlib
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.no_step import warn_of_traces
 from ckptlib.errors import CheckpointNotFound
-from ckptlib.recovery.no_step import warn_of_traces
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, write_plan
 
