@@ -210,7 +210,7 @@ class Committer:
             if unswept and missing and 0 in found:
                 self._doubted = None  # nobody had all parts by now, so nobody has put a manifest
             if not left:
-                _raise_failure(self.catalog, save, found)
+                raise_if_failed(self.catalog, save, found)
             if not missing:
                 return self.commit(save, names, elapsed, left)
             if seconds_left() <= 0:
@@ -322,9 +322,10 @@ def choose_parts(found: Mapping[int, Sequence[PartName]], world_size: int) -> tu
     return [good[rank] for rank in sorted(good)], missing
 
 
-def raise_if_failed(catalog: Catalog, save: SaveId) -> None:
-    """Raises SaveFailed when a rank has published that its part will not come, or rank 0 that it gave up."""
-    found = catalog.parts(save)
+def raise_if_failed(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[PartName]] | None = None) -> None:
+    """Raises SaveFailed when a rank has published that its part will not come, or rank 0 that it gave up. That is the
+    last word: others act upon it. `found`: the parts that are there, where they are known."""
+    found = catalog.parts(save) if found is None else found
     _raise_failure(catalog, save, found)
     _raise_failure(catalog, save, {0: [name for name in found.get(0, []) if not name.ok]})
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import raise_if_failed
 from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreError, StoreFull, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
@@ -304,6 +305,7 @@ class WriterProcess:
             if self._tier is None:
                 if again:
                     self._parts.doubt(save)
+                    raise_if_failed(self._catalog, save)  # as the one that died may have told
                 self._beginning.put()
                 part = self._persister.persist(slot, save, deadline, may_be_parent=not again, puts_layout=puts_layout)
                 if again:

@@ -749,6 +749,23 @@ def test_what_lacks_a_part_as_its_committer_died_is_never_committed(bench: Bench
     assert "in_doubt" not in failed
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_writer_had_given_up_as_it_died_is_not_put_by_the_next_one(bench: Bench, rank: int) -> None:
+    """Other ranks had read that its part would never come, and told so, of a step that was then committed."""
+    plan = bench.directory / "plan.json"
+    faults = [("commit", "^packs/", "full"), ("put", f"/00000{rank}-[0-9a-f]*-failed-", "kill-after")]
+    write_plan(plan, [{"op": op, "key": key, "action": action} for op, key, action in faults])
+    writer = bench.writer(rank=rank, world_size=2, url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    save = SaveId(1, bench.generation)
+    bench.slots.append(ready_slot(bench.directory, save, {"w": np.arange(9)}, rank, size=2))
+    writer.add_slot(bench.slots[0].path)
+    writer.persist(save, bench.slots[0].path)
+    until(lambda: not alive(writer.pid))
+    write_plan(plan, [])
+    assert f"rank {rank} failed: " in hear(writer, "failed")["error"]
+    assert not [*bench.root.glob("parts/*/*-ok-*")]
+
+
 def test_a_writer_that_does_not_end_is_named(bench: Bench) -> None:
     writer = bench.writer()
     os.kill(writer.pid, signal.SIGSTOP)
