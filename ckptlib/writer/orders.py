@@ -26,8 +26,8 @@ class OpenOrders:
     def __init__(self, rank: int, has_local: bool) -> None:
         """`has_local`: saves go to a local disk first, and are drained from there."""
         self._rank, self._has_local = rank, has_local
-        self._done = ("drain", "commit") if rank == 0 or has_local else ("drain", "commit", "persist")
-        """Orders of which a writer that is gone may have done all: its save may be committed, as by rank 0."""
+        self._done = ("drain",) if has_local else ("persist", "commit")
+        """Orders of which a writer that is gone may have done all: rank 0, or the next job, may commit the save."""
         self._open: dict[_OrderKey, Message] = {}
 
     def __len__(self) -> int:

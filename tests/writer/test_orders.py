@@ -131,7 +131,7 @@ def test_what_is_dropped_is_told_once_failures_first_and_nothing_of_another_rank
 @pytest.mark.parametrize(
     ("rank", "has_local", "op", "in_doubt"),
     [
-        (0, TO_STORE, "persist", False),  # this rank commits behind it
+        (0, TO_STORE, "persist", True),  # the next job commits where all parts are there, and no word that it failed
         (1, TO_STORE, "persist", True),  # rank 0 commits where the part is there
         (1, TO_DISK, "persist", False),
         (0, TO_STORE, "commit", True),

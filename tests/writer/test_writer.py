@@ -21,7 +21,7 @@ from workers.crash_oracle import failed_parts, read_document, read_root
 from workers.crash_spare import ROOT_ID, ready_slot, setup
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -731,6 +731,23 @@ def test_a_rank_whose_writer_died_as_its_part_was_put_does_not_know_whether_rank
     committer.add_slot(bench.slots[0].path)
     committer.persist(save, bench.slots[0].path)
     hear(committer, "committed")
+
+
+def test_what_rank_0_could_not_tell_the_store_of_is_in_doubt(bench: Bench) -> None:
+    """Its writer died behind the part each time, and the next job committed what was told as never to be."""
+    plan = bench.directory / "plan.json"
+    actions = {"-ok-": "kill-after", "-failed-": "error"}
+    write_plan(plan, [{"op": "put", "key": key, "action": action} for key, action in actions.items()])
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    failed = hear(writer, "failed")
+    assert "died 3 times in a row" in failed["error"]
+    assert failed.get("in_doubt") is True
+    writer.close(WAIT_S)
+    catalog = Catalog(open_store(str(bench.root)))
+    assert finish_saves(catalog, catalog.next_generation()) == [save]
 
 
 def test_what_lacks_a_part_as_its_committer_died_is_never_committed(bench: Bench) -> None:
