@@ -297,6 +297,8 @@ class WriterProcess:
         self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool, deadline: float
     ) -> Part:
         """`again`: a writer that died may have put a part of it. On a disk that one is found."""
+        if again and self._tier is None:
+            self._parts.doubt(save)
         try:
             slot = self._slots.find(path)
         except FormatError as error:
@@ -304,7 +306,6 @@ class WriterProcess:
         try:
             if self._tier is None:
                 if again:
-                    self._parts.doubt(save)
                     raise_if_failed(self._catalog, save)  # as the one that died may have told
                 self._beginning.put()
                 part = self._persister.persist(slot, save, deadline, may_be_parent=not again, puts_layout=puts_layout)

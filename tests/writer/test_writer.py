@@ -711,7 +711,7 @@ def test_a_writer_that_keeps_dying_says_nothing_of_what_another_rank_commits(ben
     assert hear(writer, "committed")["save"] == str(save), "who asks again is told"
 
 
-@pytest.mark.parametrize("refused", ["no second part", "no second writer"])
+@pytest.mark.parametrize("refused", ["no second part", "no second writer", "no slot"])
 def test_a_rank_whose_writer_died_as_its_part_was_put_does_not_know_whether_rank_0_commits(
     bench: Bench, refused: str
 ) -> None:
@@ -725,7 +725,9 @@ def test_a_rank_whose_writer_died_as_its_part_was_put_does_not_know_whether_rank
     writer.add_slot(bench.slots[1].path)
     writer.persist(save, bench.slots[1].path)
     until(lambda: not alive(writer.pid))
-    write_plan(plan, [{"op": "put", "key": "^p", "action": "error" if "part" in refused else "kill-before"}])
+    write_plan(plan, [{"op": "put", "key": "^p", "action": "kill-before" if "writer" in refused else "error"}])
+    if refused == "no slot":
+        bench.slots[1].unlink()
     assert hear(writer, "failed").get("in_doubt") is True
     committer = bench.writer(world_size=2)
     committer.add_slot(bench.slots[0].path)
