@@ -327,7 +327,11 @@ class Replicator:
         """
         if not clean:
             for origin, receiver in self._receivers.items():
-                receiver.put(partial(self._arenas[origin].close, unlink=False))
+                close = partial(self._arenas[origin].close, unlink=False)
+                if receiver.busy:
+                    receiver.put(close)
+                else:  # it may not run: the session is given up where the system has no thread for it
+                    close()
             for stream in self._streams():
                 stream.leave()
             return

@@ -119,6 +119,18 @@ def test_one_that_is_let_go_leaves_no_thread(tmp_path: Path) -> None:
     until(lambda: not {*threading.enumerate()} - before)
 
 
+def test_one_whose_threads_never_ran_is_let_go_without_them(tmp_path: Path) -> None:
+    """Else a session that is given up where the system has no thread more ends by another error than that."""
+    bench = Bench(tmp_path)
+    before = threading.stack_size(1 << 46)  # more than there are addresses
+    try:
+        with pytest.raises(RuntimeError):
+            bench.replicator.start()
+        bench.replicator.close(clean=False)
+    finally:
+        threading.stack_size(before)
+
+
 class Pipe:
     """A link from rank 1 to rank 0 and back, in this process."""
 
