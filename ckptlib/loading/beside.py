@@ -50,10 +50,11 @@ class Beside:
         why = self._why_not(key, entry, now)
         if why is not None:
             self.plan.mismatch(f"{self.path}/{key}: {why}")
-        if entry.shape == self._shape and self._was_like_the_parameter(entry):
-            return plain_like(self.param, dtype) if self.by_hand is None else _cut(self.by_hand, now, dtype)
-        if isinstance(self.param, DTensor) and (key in self.dtensors or _is_sharded(entry)):
-            return _placed(self.param, self._dims(entry), entry, dtype)
+        with room_for(entry):
+            if entry.shape == self._shape and self._was_like_the_parameter(entry):
+                return plain_like(self.param, dtype) if self.by_hand is None else _cut(self.by_hand, now, dtype)
+            if isinstance(self.param, DTensor) and (key in self.dtensors or _is_sharded(entry)):
+                return _placed(self.param, self._dims(entry), entry, dtype)
         return None
 
     def nested(self, key: str, saved_name: str) -> Make:
@@ -155,15 +156,14 @@ def _placed(param: DTensor, dims: dict[int, int | None], entry: TensorEntry, dty
     if coordinate is not None:
         told = [placement_of(placement, len(entry.shape), entry.name) for placement in placements]
         local = sharding.shape_local(entry.shape, mesh_of(param).shape, told, coordinate)
-    with room_for(entry):
-        return DTensor.from_local(
-            torch.empty(local, dtype=dtype, device=own_part(param).device),
-            param.device_mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(entry.shape),
-            stride=torch.empty(entry.shape, device="meta").stride(),
-        )
+    return DTensor.from_local(
+        torch.empty(local, dtype=dtype, device=own_part(param).device),
+        param.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(entry.shape),
+        stride=torch.empty(entry.shape, device="meta").stride(),
+    )
 
 
 def _along(placement: Placement, dims: dict[int, int | None], ndim: int) -> Placement:

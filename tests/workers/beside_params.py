@@ -6,9 +6,11 @@ in that layout, cut by torch.
 
 from __future__ import annotations
 
+import resource
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -284,6 +286,26 @@ def test_no_room_is_told_by_name(directory: Path) -> None:
         ckptlib.save(directory / key, job.state, 1, process_group=GROUPS[0])
         with pytest.raises(StateMismatch, match=r"optim/params/bias/m: no room for float32\[0, 1099511627776, "):
             ckptlib.load(directory / key, Job("fsdp-1", "other").state, process_group=GROUPS[0])
+    nbytes = 64 << 20  # what has as many is mapped by itself, wherever memory was freed before
+    param = nn.Parameter(torch.zeros(nbytes, dtype=torch.uint8), requires_grad=False)
+    optim = Keeping({"w": param})
+    optim.state[param] = {"m": torch.zeros_like(param)}
+    ckptlib.save(directory / "alike", {"w": param, "optim": optim}, 1, process_group=GROUPS[0])
+    optim.state.clear()
+    with address_space(nbytes // 2), pytest.raises(StateMismatch, match=r"optim/w/m: no room for uint8\[67108864\]"):
+        ckptlib.load(directory / "alike", {"w": param, "optim": optim}, process_group=GROUPS[0])
+
+
+@contextmanager
+def address_space(more: int) -> Iterator[None]:
+    """Of so many bytes more than now."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def by_hand(seed: str, rows: Sequence[int]) -> tuple[dict[str, object], Keeping, dict[str, object]]:
