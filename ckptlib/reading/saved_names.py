@@ -96,7 +96,7 @@ class SavedNames:
             case {"dtensors": dict(found)}:
                 told = self.dtensors.setdefault(path, {})
                 for name, keys in found.items():
-                    told.setdefault(name, frozenset(map(str, keys if isinstance(keys, list) else [])))
+                    told[name] = told.get(name, frozenset()).union(map(str, keys if isinstance(keys, list) else []))
 
     def _add_orders(self, path: str, orders: list[Json]) -> None:
         known, positions = self._orders.setdefault(path, {}), self._positions.setdefault(path, {})

@@ -308,6 +308,20 @@ def address_space(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def test_state_that_one_rank_alone_has_is_of_its_kind_on_all(directory: Path) -> None:
+    """Beside state of the same parameter that all have."""
+    make_groups()
+    if rank() >= 2:
+        return
+    saved, job = Job("fsdp-2", "saved"), Job("fsdp-2", "other")
+    keys = ("whole", "either")[: rank() + 1]
+    saved.optim.state[saved.params["matrix"]] = {key: saved.made("matrix")[key] for key in keys}
+    ckptlib.save(directory, saved.state, 1, process_group=GROUPS[1])
+    ckptlib.load(directory, job.state, process_group=GROUPS[1])
+    state = job.optim.state[job.params["matrix"]]
+    assert {key: type(value) for key, value in state.items()} == {"whole": DTensor, "either": DTensor}
+
+
 def by_hand(seed: str, rows: Sequence[int]) -> tuple[dict[str, object], Keeping, dict[str, object]]:
     """A square matrix cut by hand, its optimizer, and the state that this has."""
     first, count = sum(rows[: rank()]), rows[rank()]
@@ -361,6 +375,7 @@ if __name__ == "__main__":
             test_a_rank_outside_of_the_mesh_has_no_part_that_could_be_another,
             test_the_whole_does_not_go_where_a_piece_is_kept,
             test_no_room_is_told_by_name,
+            test_state_that_one_rank_alone_has_is_of_its_kind_on_all,
             test_what_is_nested_beside_a_parameter_that_is_cut_by_hand,
         ]
     )
