@@ -311,14 +311,14 @@ class Writer:
         dropped, answers = list[Message](), list[Message]()
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
-            dropped, answers, self._deaths = list(self._open), self._open.drop_all(error), 0
+            dropped = self._open.of("persist", "drain", "void")
+            answers, self._deaths = self._open.drop_all(error), 0
         for message in self._standing.again():
             self._child.channel.send(message)
         for order in self._open:
             self._child.channel.send({**order, "again": True})  # that one may have put a part of it
-        for order in dropped:
-            if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
-                self._child.channel.send({"op": "void", "save": order["save"], "error": error})
+        for order in dropped:  # so that no other rank waits for the part
+            self._child.channel.send({"op": "void", "save": order["save"], "error": error})
         return answers
 
     def _wait_for_another(self, error: str) -> list[Message]:

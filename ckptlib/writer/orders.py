@@ -88,9 +88,9 @@ class OpenOrders:
     def drop_all(self, error: str) -> list[Message]:
         """Returns the answers to orders that no writer carries out. They say nothing of a save that another rank
         commits: whoever asked for its outcome may ask again. Failures come first: what has failed needs no other
-        answer."""
-        orders = list(self)
-        self._open.clear()
+        answer. What is expected stays: no writer has read any of it, and the next one persists it when it is there."""
+        orders = [order for order in self if order["op"] != "expect"]
+        self._open = {key: order for key, order in self._open.items() if order["op"] == "expect"}
         failed = [self.failure(order, error) for order in orders if order["op"] != "await"]
         return failed + [{"event": "undecided", "save": order["save"]} for order in orders if order["op"] == "await"]
 

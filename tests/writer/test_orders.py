@@ -138,7 +138,6 @@ def test_what_is_dropped_is_told_once_failures_first_and_nothing_of_another_rank
         (0, TO_DISK, "drain", True),
         (1, TO_DISK, "drain", True),
         (1, TO_STORE, "void", False),
-        (1, TO_STORE, "expect", False),
     ],
 )
 def test_what_a_writer_that_is_gone_may_have_done_is_in_doubt(
@@ -148,6 +147,14 @@ def test_what_a_writer_that_is_gone_may_have_done_is_in_doubt(
     orders.add(order(op))
     [told] = orders.drop_all("died")
     assert ("in_doubt" in told) == in_doubt
+
+
+def test_a_snapshot_that_is_expected_is_not_dropped() -> None:
+    orders = OpenOrders(0, False)
+    orders.add(order("expect", OTHER))
+    orders.add(order("persist"))
+    assert [told["save"] for told in orders.drop_all("died")] == [str(SAVE)]
+    assert [*orders] == [order("expect", OTHER)]
 
 
 def test_what_no_writer_was_given_is_in_no_doubt() -> None:

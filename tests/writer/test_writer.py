@@ -690,7 +690,27 @@ def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
     assert read_root(bench.root) == []
 
 
-def test_a_writer_that_keeps_dying_says_nothing_of_what_another_rank_commits(bench: Bench) -> None:
+def test_a_writer_that_keeps_dying_says_nothing_of_the_snapshot_that_is_still_taken(bench: Bench) -> None:
+    """It was told as never to be, and published as that, and then committed."""
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": "put", "key": "-ok-", "action": "kill-before"}])
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    (poison, slot), (save, later) = bench.slot(1), bench.slot(2)
+    for given in (slot, later):
+        writer.add_slot(given.path)
+    writer.expect(save)
+    writer.tell_expected(save)
+    writer.persist(poison, slot.path)
+    told = heard(writer, "failed")
+    write_plan(plan, [])
+    writer.persist(save, later.path)
+    told += heard(writer, "committed")
+    ended = {(found["event"], found["save"]) for found in told if found["event"] in ("failed", "committed")}
+    assert ended == {("failed", str(poison)), ("committed", str(save))}
+    assert len(failed_parts(bench.root)) == 1
+
+
+def test_a_writer_that_keeps_dying_says_nothing_of_what_what_another_rank_commits(bench: Bench) -> None:
     """This rank was told that the save had failed, while rank 0 committed it."""
     writer = bench.writer(rank=1, world_size=2)
     save, slot = bench.slot(1)
