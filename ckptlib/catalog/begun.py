@@ -93,7 +93,7 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
     saves = catalog.saves()
     ids = catalog.generation_ids()
     begun_there = {*ids, *(save.generation for save in saves)}
-    records, _ = catalog.records(saves, ids=ids)
+    records, _ = catalog.records(saves, newer=True, ids=ids)  # who only looks is not refused, as by `ckptlib ls`
     visible = history(saves, records)  # what one hides that goes on from another of these, that one hides
     entering: list[Begun] = []
     for _, begun in sorted(by_id.items()):

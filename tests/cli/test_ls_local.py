@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import Ckptlib, files
-from support import make_generation, make_save, put_parts, state
+from support import make_generation, make_save, of_version, put_parts, replace_object, state
 
 from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.known_generations import KnownGenerations
-from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.keys import GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
@@ -90,6 +90,17 @@ def test_steps_of_a_job_that_ended_before_the_store_had_its_record(ckptlib: Ckpt
     assert states() == states("--all") == ["local"]
     make_generation(catalog, 3)
     assert (states(), states("--all")) == ([], ["left behind"])
+
+
+def test_a_root_of_a_newer_ckptlib_is_listed_with_its_disk(ckptlib: Ckptlib, root: Path, disk: Path) -> None:
+    """As without it: who only looks is told that a newer one has saved, beside what can be told."""
+    store = LocalStore(str(root))
+    newer = make_generation(Catalog(store), 2)
+    for key in (newer.key, copy_key(newer.key)):
+        replace_object(store, key, of_version(store.get(key), 3))
+    found = ckptlib("ls", root, "--local", disk, "--json")
+    assert [(row["step"], row["local"]["ranks"]) for row in found.json["steps"]] == [(n, [0]) for n in range(1, 6)]
+    assert "update ckptlib" in found.json["problem"]
 
 
 def test_steps_that_would_hide_what_an_older_job_has_committed_since(ckptlib: Ckptlib, root: Path, disk: Path) -> None:
