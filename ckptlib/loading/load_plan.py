@@ -139,9 +139,11 @@ class LoadPlan:
         """Somebody takes this name of the checkpoint."""
         self._used.add(saved_name)
 
-    def miss(self, name: str) -> None:
-        """The state has this name, and the checkpoint has not."""
+    def miss(self, name: str, why: str | None = None) -> None:
+        """The state has this name, and the checkpoint has not. `why`: the message, where it tells more than that."""
         self._missing.append(name)
+        if why is not None:
+            self._notes[name] = why
 
     def excuse(self, name: str) -> None:
         """That the checkpoint lacks this name is no reason to refuse the rest, unless it was asked for by itself."""

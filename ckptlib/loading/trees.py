@@ -45,9 +45,19 @@ def add_object(
         plan.then(lambda: _call_like(now, load, build()))
     else:
         if not plan.miss_kind(path, name, "an object"):
-            plan.miss(path)
+            plan.miss(path, _as_dict(path, name) if plan.saved.below(name) else None)
         return False
     return True
+
+
+def _as_dict(path: str, name: str) -> str:
+    """The message where the dict was saved that its `state_dict()` gave. That may be a copy of long before the step, so
+    nobody takes it for its state but who knows."""
+    return (
+        f"{path}: is an object in the state; the checkpoint has a dict, as of its state_dict(). If that was given anew "
+        f"for each save, load with optional={path!r}, and then give what ckptlib.read(url, only={name!r}) has there to "
+        "its load_state_dict(). If it was given once, as that run began, it is as old as that"
+    )
 
 
 def maker(device: torch.device | None = None) -> Make:

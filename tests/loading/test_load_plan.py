@@ -78,6 +78,18 @@ def test_a_value_that_became_an_object_and_the_like_are_told(root: Root) -> None
         assert report.missing == (name,)
 
 
+def test_an_object_of_which_the_dict_was_saved_is_told(root: Root) -> None:
+    """It may be left as it is, but not without a word that the step has something there."""
+    root.save({"h": {"last": 3, "rates": [0.5]}, "w": torch.ones(1)})
+    holder, weights = Holder({"last": 0}), torch.zeros(1)
+    with pytest.raises(StateMismatch, match=r"h: is an object in the state; .* optional='h', .* only='h'\) has there"):
+        root.load({"h": holder, "w": weights})
+    assert root.load({"h": holder, "w": weights}, optional="h").missing == ("h",)
+    assert (holder.content, weights.item()) == ({"last": 0}, 1.0)
+    with pytest.raises(StateMismatch, match="g: not in the checkpoint"):
+        root.load({"g": Holder(), "w": weights})
+
+
 # -- what a layout may say
 
 
