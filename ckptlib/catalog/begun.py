@@ -90,6 +90,8 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
     an earlier step, is no reason.
     """
     by_id = {begun.record.id: begun for begun in noted}
+    if not by_id:  # as at nearly all starts, which need not list what is there for this
+        return []
     saves = catalog.saves()
     ids = catalog.generation_ids()
     begun_there = {*ids, *(save.generation for save in saves)}
