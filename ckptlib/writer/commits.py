@@ -27,7 +27,7 @@ from ckptlib.writer.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-class _InDoubt(SaveFailed):
+class _InDoubt(Exception):
     """Rank 0 has given it up, and all of its parts are there: the manifest may be on its way."""
 
 

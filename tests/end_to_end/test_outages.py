@@ -30,6 +30,9 @@ FOR_EVER_S = 1e9
 DEADLINE = timedelta(seconds=3)
 SHORT = timedelta(seconds=2)
 PATIENCE = timedelta(seconds=WAIT_S)
+FAILED = "earlier steps are untouched"
+"""Of each failure, whether it is in doubt or not: who replaces a writer that hangs cannot know what that has put."""
+
 WORD_FAILS = [{"op": "put", "key": "-failed-", "action": "error"}]
 
 TOLD = {"commit": "put", "put": "put", "scan": "list", "get": "get", "delete": "delete"}
@@ -255,7 +258,7 @@ def test_the_record_is_put_before_anything_is_committed(outage: Outage) -> None:
     """Also where its first put was never answered."""
     outage.plan(stall("put", "^generations/"))
     with outage.checkpointer() as ckpt:
-        outage.train_until(ckpt, lambda: outage.heard("failed and will never be committed", "put generations/"))
+        outage.train_until(ckpt, lambda: outage.heard(FAILED, "put generations/"))
         outage.plan()
         outage.train_until_committed(ckpt)
     puts = [(line["key"].split("/")[0], line["fault"]) for line in outage.operations() if line["op"] == "put"]
@@ -269,7 +272,7 @@ def test_nothing_is_answered_at_all(outage: Outage) -> None:
     with outage.checkpointer() as ckpt:
         outage.train_until(ckpt, lambda: bool(outage.names()))
         outage.plan(*(stall(op) for op in ("put", "commit", "get", "scan", "delete")))
-        while sum(outage.train_until_told(ckpt, "never be committed") for _ in range(2)) < FREE_STEPS:
+        while sum(outage.train_until_told(ckpt, FAILED) for _ in range(2)) < FREE_STEPS:
             pass  # this process stood still
         outage.plan()
         outage.train_until_committed(ckpt)
@@ -282,7 +285,7 @@ def test_a_save_that_waits_for_two_intervals_is_told_once(outage: Outage) -> Non
         outage.plan(stall("commit", "^packs/"))
         outage.train_until(ckpt, lambda: outage.heard("no save for two intervals", "is being written"))
         outage.train_until(ckpt, lambda: outage.heard("has not answered put packs/"))
-        outage.train_until(ckpt, lambda: outage.heard("never be committed"))
+        outage.train_until(ckpt, lambda: outage.heard(FAILED))
         assert len([line for line in outage.said() if "no save for two intervals" in line]) == 1
         outage.plan()
         outage.train_until_committed(ckpt)
