@@ -72,13 +72,14 @@ def saved_rates(directory: Path) -> dict[int, float]:
     return {step: state["optim"]["param_groups"][0]["lr"] for step, state in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whose", "fails_at"),
     [
         ("callback", 4),
-        pytest.param("mixin", None, marks=pytest.mark.slow),
-        pytest.param("mixin", 4, marks=pytest.mark.slow),
-        pytest.param("callback", None, marks=pytest.mark.slow),
+        ("mixin", None),
+        ("mixin", 4),
+        ("callback", None),
     ],
 )
 def test_the_scheduler_of_the_training_that_goes_on_is_saved(tmp_path: Path, whose: str, fails_at: int | None) -> None:

@@ -104,7 +104,8 @@ COMING_DOWN: Sequence[dict[str, object]] = [
 ] + [{"match": "^List", "fault": "503", "nth": 0, "count": 2}]
 
 
-@pytest.mark.parametrize("faults", [f if f == "swallowed" else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [*FAULTS])
 def test_faults_that_pass_cost_no_save(storage: ObjectStorage, tmp_path: Path, weights: str, faults: str) -> None:
     url = storage.url()
     with FaultProxy(upstream=storage.endpoint) as proxy:

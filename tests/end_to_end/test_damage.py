@@ -81,6 +81,7 @@ HURT: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_what_all_steps_need_is_there_twice(tmp_path: Path, template: Path) -> None:
     """The root's document, the layout, the record: one of each two may be damaged, and every step loads."""
     shared = ("root", "layout", "generation")

@@ -49,6 +49,7 @@ def run(disk: Path, early_s: float, pause_s: float) -> list[int]:
     return told[0]
 
 
+@pytest.mark.slow
 def test_what_was_dropped_makes_room(disk: Path) -> None:
     """40 saves, of which nine have room. Some may fail, while what they need is a second old."""
     committed = run(disk, early_s=1.0, pause_s=0.2)

@@ -147,6 +147,7 @@ def check(tmp_path: Path, steps: int, mtbf: float, seed: int) -> dict[str, float
     return found
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_some_times(tmp_path: Path) -> None:
     check(tmp_path, steps=150, mtbf=60, seed=3)
 

@@ -47,6 +47,7 @@ def test_all_layouts_into_all_others(tmp_path: Path) -> None:
     assert run(tmp_path, list(product(ALL, ALL)), timeout_s=880) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_wrapped_partly_loaded_and_renamed(tmp_path: Path) -> None:
     fork_ranks("wrapped.py", 2, tmp_path, 120, timeout_s=120)

@@ -43,7 +43,8 @@ def go_on(bench: Bench, disk: str, size: int, step: int) -> None:
     assert {step, step + 1} <= {*bench.listed()}, "what local disks alone had is in the bucket, too"
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_trainer_and_writer_killed_anywhere_in_a_drain_the_step_is_restored_from_disks(bench: Bench, size: int) -> None:
     """The snapshot was on the disks before anything was drained; so it is never lost, whatever the bucket has."""
     disk = str(bench.directory / "disk")

@@ -37,6 +37,7 @@ def mirror(tmp_path: Path) -> Iterator[str]:
         yield endpoint
 
 
+@pytest.mark.slow
 def test_a_save_goes_to_the_store_that_its_options_name(s3_endpoint: str, mirror: str) -> None:
     url, here, there = "s3://bucket/two-stores", s3_options(s3_endpoint), s3_options(mirror)
     state = {"w": torch.zeros(3)}

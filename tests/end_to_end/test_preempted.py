@@ -66,6 +66,7 @@ def test_a_job_of_one_process_is_not_left(tmp_path: Path) -> None:
     assert steps(root) == [9]
 
 
+@pytest.mark.slow
 def test_a_job_is_not_left_while_it_waits_for_a_slot(tmp_path: Path) -> None:
     """What `save` was called for is not in memory yet, and all else is in good order; one rank of two, as it knows."""
     root, plan = tmp_path / "root", tmp_path / "plan.json"

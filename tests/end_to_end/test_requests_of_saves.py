@@ -36,7 +36,13 @@ def requests(directory: Path) -> dict[object, Counter[str]]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "waits"),
-    [(2, "all"), (4, "all"), (4, "last"), (4, "nobody"), *(pytest.param(2, w, marks=slow) for w in ("last", "nobody"))],
+    [
+        (2, "all"),
+        (4, "all"),
+        (4, "nobody"),
+        *(pytest.param(n, "last", marks=slow) for n in (2, 4)),
+        pytest.param(2, "nobody", marks=slow),
+    ],
 )
 def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> None:
     fork_ranks("counted_saves.py", num_ranks, tmp_path, waits, "own", timeout_s=120)

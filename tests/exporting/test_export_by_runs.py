@@ -236,6 +236,7 @@ def test_a_restart_exports_the_step_that_was_due(tmp_path: Path, total: int) -> 
     assert torch.equal(load_file(tmp_path / "out" / "1")["large"], state["large"])
 
 
+@pytest.mark.slow
 def test_a_restart_exports_a_step_that_a_local_disk_alone_has(tmp_path: Path) -> None:
     options = "local=out + '/../disk', drain=ckptlib.Steps(100), export=ckptlib.Export(out + '/{step}', steps=1)"
     killed = TRAINER.replace('export=ckptlib.Export(out + "/{step}", steps=1)', options)

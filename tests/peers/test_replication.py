@@ -27,6 +27,7 @@ def test_what_holders_have_is_not_sent(make: Any, everything: bool) -> None:
     cluster.finish()
 
 
+@pytest.mark.slow
 def test_hosts_that_hold_the_same_keep_each_others_replicas(make: Any) -> None:
     """HSDP, one replica of the state over A and B, the other over C and D."""
     cluster = make(kind="hsdp", own_data=False)
@@ -80,6 +81,7 @@ def test_link_that_dies(make: Any) -> None:
     cluster.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_peer_without_room(make: Any) -> None:
     """A host whose memory has room for its own snapshots only; then it is given more."""

@@ -56,6 +56,7 @@ def test_a_restart_after_a_rewind_takes_nothing_newer_from_memory(make: Any) -> 
     assert listed(cluster) == [4, 6, 8, 12], "what was restored from memory alone is saved again"
 
 
+@pytest.mark.slow
 def test_a_restart_after_going_back_goes_on_from_there(make: Any) -> None:
     """It dies before it has saved anything to the store, or to memory."""
     cluster = make()

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from workers.peers_bench import MEMORY
 
 
@@ -22,6 +23,7 @@ def test_steps_are_not_mixed(make: Any) -> None:
     cluster.finish()
 
 
+@pytest.mark.slow
 def test_abandoned_branch(make: Any) -> None:
     """What a job went back behind is not restored, though its steps are higher."""
     cluster = make(every=4)

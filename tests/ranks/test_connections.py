@@ -66,6 +66,7 @@ def test_a_store_that_does_not_answer_or_is_gone(stored: Any, monkeypatch: pytes
         connect(world, timedelta(seconds=PATIENCE_S))
 
 
+@pytest.mark.slow
 def test_a_meeting_whose_store_does_not_answer_or_is_gone(server: Server) -> None:
     """Who gives up is not counted by those who come, and ranks find each other again."""
     output = fork_ranks("silent_store.py", 2, server.port, server.process.pid, timeout_s=PATIENCE_S)

@@ -23,8 +23,7 @@ def hosts(num_hosts: int, ranks_each: int, interleaved: bool = False) -> list[st
 
 def survives(placement: ReplicaMap, rank: int, gone: frozenset[str]) -> bool:
     """The oracle: whether any process that holds this rank's snapshot still runs."""
-    running = [r for r, domain in enumerate(placement.domains) if domain not in gone]
-    return any(r == rank or r in placement.holders[rank] for r in running)
+    return any(placement.domains[r] not in gone for r in (rank, *placement.holders[rank]))
 
 
 def lost(placement: ReplicaMap, domains: Iterable[str]) -> tuple[int, ...]:

@@ -223,6 +223,7 @@ def test_a_server_that_is_not_there(endpoint: str, told: str, monkeypatch: pytes
         assert SECRET not in f"{caught.value} {caught.value.__cause__}"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scale_limits(monkeypatch, retry_s=60.0)
     data = os.urandom(6 * PART_NBYTES)
