@@ -248,6 +248,7 @@ def two_ranks(directory: Path, timeout_s: float = 250, **asked: Any) -> tuple[li
     return forked(JOB, 2, root, STEPS, directory / "end.pt", told, timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sharded_weights_are_saved_once_and_the_training_is_the_same(tmp_path: Path) -> None:
     """With ModelParallelStrategy, Lightning's own checkpoint has copies, and making it steps a new optimizer."""

@@ -201,6 +201,7 @@ def test_a_copy(tmp_path: Path, duplicate: Callable[[object], object]) -> None:
         ckpt.after_step(1)
 
 
+@pytest.mark.slow
 def test_a_deadline_that_is_shorter_than_a_save(tmp_path: Path) -> None:
     """The store is well, and slow: what helps is told with the failure."""
     url = f"latency+file://{tmp_path}/root?latency=0.01&bandwidth=1e5"

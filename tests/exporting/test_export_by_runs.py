@@ -217,7 +217,7 @@ def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     assert torch.equal(load_file(out / "1")["large"], large(tmp_path)["large"])
 
 
-@pytest.mark.parametrize("total", [1, 4])
+@pytest.mark.parametrize("total", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_restart_exports_the_step_that_was_due(tmp_path: Path, total: int) -> None:
     """The job was killed after the save, and before its export was begun: it was lost without a word."""
     killed = TRAINER.replace("    ckpt.after_step(2)", "    __import__('os').kill(__import__('os').getpid(), 9)")

@@ -19,7 +19,9 @@ def slots_of(root: Path) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"ckptlib-{identity[:16]}")]
 
 
-@pytest.mark.parametrize("case", [pytest.param("functions", marks=pytest.mark.slow), "checkpointers", "workers"])
+@pytest.mark.parametrize(
+    "case", ["workers", *(pytest.param(case, marks=pytest.mark.slow) for case in ("functions", "checkpointers"))]
+)
 def test_children_of_one_process(tmp_path: Path, case: str) -> None:
     done = subprocess.run(
         [sys.executable, str(WORKERS / "forks.py"), str(tmp_path / "root"), case],

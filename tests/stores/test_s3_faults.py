@@ -116,6 +116,7 @@ def test_a_list_of_parts_that_was_altered_on_its_way_is_sent_again(bucket: Bucke
     assert bucket.uploads() == []
 
 
+@pytest.mark.slow
 def test_nothing_goes_on_after_the_deadline(bucket: Bucket) -> None:
     for fault in ("stall_up", "503"):
         bucket.breaks(UP, fault)
