@@ -6,18 +6,20 @@ be cancelled: it is left to its thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import TypeVar
 
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import StoreError, StoreTimeout
+from ckptlib.errors import StoreError, StoreTimeout, describe
 from ckptlib.stores import Entry, LateHead, Store
 from ckptlib.stores.bounded import in_thread
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class BoundedStore(Store):
@@ -80,5 +82,7 @@ class BoundedStore(Store):
     @override
     def close(self) -> None:
         """What does not close is left as it is: nothing is lost with it, and a training ends with this."""
-        with suppress(StoreError):
+        try:
             self._within("close", self._inner.close)
+        except StoreError as error:
+            log.info("%s is left open: %s", self.url, describe(error))
