@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -49,14 +50,26 @@ def command(output: Output, store: Store, out: str) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole, or not at all: a page of before is replaced when the new one is there."""
+    """Whole, or not at all; a link stays one. What is no file, such as a pipe or /dev/null, is written to, and nothing
+    takes its place."""
     if not path.name:
         raise CkptError(f"'{path}' is no name of a file for the page")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text)
+    except OSError as error:
+        raise CkptError(f"{path}: cannot write the page: {error.strerror or error}") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """A page of before is replaced when the new one is there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
+    except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise CkptError(f"{path}: cannot write the page: {error.strerror or error}") from None
+        raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,21 @@ def test_no_root(ckptlib: Ckptlib, tmp_path: Path) -> None:
     assert found.code == 1
     assert "holds no checkpoints" in found.err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_nothing_but_a_file_is_replaced(ckptlib: Ckptlib, saved: Path, tmp_path: Path) -> None:
+    """As root, `-o /dev/null` would else take the device from the whole machine."""
+    pipe, link, page = tmp_path / "pipe", tmp_path / "link.html", tmp_path / "page.html"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with open(reader, "rb", buffering=0) as read:
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+        assert ckptlib("report", saved, "-o", pipe).code == 0
+        check_harmless((read.read(1 << 20) or b"").decode())
+    assert pipe.is_fifo()
+    page.write_text("of before")
+    link.symlink_to(page.name)
+    assert ckptlib("report", saved, "-o", link).code == 0
+    assert link.is_symlink()
+    check_harmless(page.read_text(encoding="utf-8"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "page.html", "pipe"]
