@@ -246,8 +246,12 @@ class FsspecStore(Store):
     @override
     def delete(self, *keys: str) -> None:
         for key, path in [(key, self._path(key)) for key in keys]:
-            with self._failures("delete", key), contextlib.suppress(*_ABSENT):
-                self._call("rm_file", path)
+            with self._failures("delete", key):
+                try:
+                    self._call("rm_file", path)
+                except _ABSENT as error:
+                    if _is_page(error):
+                        raise
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -267,7 +271,7 @@ class FsspecStore(Store):
         except CkptError:
             raise
         except _ABSENT as error:
-            if doing == "get":
+            if doing == "get" and not _is_page(error):
                 raise ObjectNotFound(f"{self.url}/{key}: no such object") from None
             raise self._failure(error, doing, key) from self._secrets.harmless(error)
         except OSError as error:
@@ -318,10 +322,12 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _is_page(error: Exception) -> bool:
-    """Whether 403 is said by a proxy, and not by a store: Google's has a message, Azure's a code."""
+    """Whether 403 or 404 is said by a proxy, and not by a store: Google's has a message, Azure's a code. adlfs makes
+    FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
     if _is_gcs_403(error):
         return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")
-    return 403 in _statuses(error) and getattr(error, "error_code", "") is None
+    said = error.__cause__ if isinstance(error, FileNotFoundError) else error
+    return not {403, 404}.isdisjoint(_statuses(said)) and getattr(said, "error_code", "") is None
 
 
 def _is_throttled(error: Exception) -> bool:
@@ -337,7 +343,7 @@ def _is_behind_the_end(error: Exception) -> bool:
     return getattr(error, "errno", None) == errno.EINVAL or 416 in _statuses(error)
 
 
-def _statuses(error: Exception) -> list[object]:
+def _statuses(error: object) -> list[object]:
     """Where the clients of each backend put the status of HTTP."""
     return [getattr(error, name, None) for name in ("status_code", "status", "code")]
 
