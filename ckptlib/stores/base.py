@@ -77,7 +77,8 @@ def taken(where: str) -> ObjectExists:
 def check_plain(where: str, encoding: str | None) -> None:
     """Raises StoreError for an object in another encoding than it was put in, as a proxy gives it that compresses: the
     store is well, and what came would be taken for damage."""
-    if encoding in _COMPRESSED:
+    several = (encoding or "").lower().split(",")
+    if any(one.strip() in _COMPRESSED for one in several):
         raise StoreError(
             f"{where}: cannot get: it came in the encoding {encoding}, in which it was not put; a proxy in the way "
             "compresses it: tell it not to, or reach the server past it"
