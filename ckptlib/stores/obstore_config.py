@@ -109,11 +109,17 @@ def client_of(url: str, options: Mapping[str, object]) -> Client:
     bucket, _, host = parts.netloc.partition("@")  # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/...
     if not bucket or (host and kinds[parts.scheme] is not _azure):
         raise ValueError(f"{parts.scheme}://{host or '...'}: expected {parts.scheme}://BUCKET/PREFIX")
-    rest = url.partition("://")[2].partition("/")[2]  # as it stands: '?' and '#' may be in a name
+    root = url.partition("://")[2].partition("/")[2].rstrip("/")  # as it stands: '?' and '#' may be in a name
+    if "//" in f"/{root}":
+        one = "/".join(filter(None, root.split("/")))
+        raise ValueError(
+            f"{parts.scheme}://{bucket}/{root}: client 'obstore' has no names with '//', where s3fs, gcsfs and adlfs "
+            f"have others than with '/': is it {parts.scheme}://{bucket}/{one}?"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     if host:
         given.setdefault("account_name", host.partition(".")[0])
-    return kinds[parts.scheme](bucket, "/".join(filter(None, rest.split("/"))), given)
+    return kinds[parts.scheme](bucket, root, given)
 
 
 def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:

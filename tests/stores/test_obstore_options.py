@@ -41,6 +41,8 @@ def test_urls_that_obstore_does_not_know(url: str) -> None:
         ("s3://b/r", {"s3_additional_kwargs": {"ACL": "public-read"}}, "ACL of s3_additional_kwargs"),
         ("s3://b/r", {"key": "k", "secret": "s", "profile": "p"}, "a key and a profile"),
         ("s3://b/r", {"use_ssl": False}, "use_ssl"),
+        ("s3://b/a//r/", {}, r"s3://b/a//r: .* no names with '//'.* is it s3://b/a/r\?"),
+        ("gs://b//r", {}, r"is it gs://b/r\?"),
         ("gs://b/r", {"consistency": "md5"}, "consistency"),
         ("gs://b/r", {"token": "browser"}, "browser"),
         ("gs://b/r", {"token": object()}, "token of type object"),
@@ -58,7 +60,7 @@ def test_what_cannot_be_said_is_refused_by_name(url: str, options: dict[str, obj
     [
         ("s3://b", {"anon": True}, "b", "", {"skip_signature": True}),
         (
-            "s3://b/a//r/",
+            "s3://b/a/r/",
             {
                 "key": "k",
                 "secret": "s",
