@@ -191,7 +191,8 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
 def _use_boto(client: Client, profile: str | None) -> None:
     """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and sources named there."""
     files = [os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"]
-    if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(Path(f).expanduser().exists() for f in files)):
+    files = [*map(os.path.expanduser, files)]  # as it is where nobody knows a home: pathlib would raise
+    if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(map(os.path.exists, files))):
         return
     if importlib.util.find_spec("boto3") is None:
         if profile:

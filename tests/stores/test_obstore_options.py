@@ -177,3 +177,11 @@ def test_roots_of_all_sorts(s3: ObjectStorage, name: str) -> None:
         assert [entry.key for entry in store.scan("a/")] == ["a/b"]
         store.delete("a/b")
         assert store.scan("") == []
+
+
+def test_a_user_without_a_home_has_no_files_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a container whom no file tells of."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "~nobody-is-called-so/credentials")
+    assert client_of("s3://b/r", {}).bucket == "b"
