@@ -194,6 +194,11 @@ class SharedDocuments:
         except ObjectNotFound:
             put_new(self.store, keys.ROOT, make.encode(), create=True)  # two jobs may begin at the same moment
             return self.root()
+        except (CorruptData, FormatError) as error:  # before its first step a root has no copy
+            if isinstance(error, NewerFormat) or self.store.scan(keys.STEPS):
+                raise
+            told = f"{error}. The root has no step yet: delete {self.store.url}/{keys.ROOT}, and start the job again"
+            raise type(error)(told) from error
         if keys.ROOT in self._told:
             self._put_again(keys.ROOT, self.document_at(keys.ROOT, keys.copy_key(keys.ROOT)))
             self._told.discard(keys.ROOT)

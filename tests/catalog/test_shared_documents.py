@@ -27,7 +27,7 @@ from ckptlib.catalog import shared_documents
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.shared_documents import SharedDocuments
-from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat, StoreError
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, StoreError
 from ckptlib.format import keys
 from ckptlib.format.manifest import Root
 from ckptlib.stores import Store, open_store
@@ -87,6 +87,19 @@ def test_a_newer_document_of_the_root_is_not_passed_over(store: Store, catalog: 
         Catalog(store).root()
     with pytest.raises(NewerFormat):
         Catalog(store).open_root(Root("0" * 32, "xxh3", 1.0))
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+def test_a_damaged_document_of_a_root_without_a_step_is_told_with_a_way_out(
+    store: Store, catalog: Catalog, cut: int
+) -> None:
+    replace_object(store, keys.ROOT, store.get(keys.ROOT)[:cut])
+    with pytest.raises(
+        (CorruptData, FormatError), match=r"no step yet: delete .*ckptlib\.json, and start the job again"
+    ):
+        Catalog(store).open_root(Root("0" * 32, "xxh3", 1.0))
+    store.delete(keys.ROOT)
+    assert Catalog(store).open_root(Root("0" * 32, "xxh3", 1.0)).id == "0" * 32
 
 
 def test_a_copy_that_cannot_be_put_leaves_no_step(store: Store, catalog: Catalog, tmp_path: Path) -> None:
