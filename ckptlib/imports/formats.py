@@ -27,7 +27,18 @@ class Format:
 
     name: str
     fits: Callable[[Path], bool]
-    read: Callable[[Path, Foreign], None]
+    reader: Callable[[Path, Foreign], None]
+
+    def read(self, source: Path, foreign: Foreign) -> None:
+        """Adds what the source has. Raises FormatError for what is damaged, also where only Python notices: anything
+        may stand in the place of what the library writes."""
+        try:
+            self.reader(source, foreign)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{source}: is not as {self.name} writes it ({type(error).__name__}: {str(error)[:200]}); was it "
+                "copied whole, or altered since?"
+            ) from error
 
 
 def format_of(source: Path) -> Format:

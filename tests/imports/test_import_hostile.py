@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from sources import read, refuses
+from sources import WRITTEN, read, refuses
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from typing_extensions import override
 
@@ -341,3 +342,19 @@ def test_a_name_orders_no_terminal_about_and_each_note_is_told_once(tmp_path: Pa
     assert (done.stdout + done.stderr).count("have no names in the source") == 1
     assert r"opt\x1b[2Jim" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("keys", [3, 1.5])
+def test_what_stands_in_the_place_of_what_a_library_writes(tmp_path: Path, keys: object) -> None:
+    """Also where a run begins from it."""
+    source = shutil.copytree(WRITTEN / "torchsnapshot-0.1.0", tmp_path / "snapshot")
+    document = json.loads((source / ".snapshot_metadata").read_text())
+    document["manifest"]["0/model"]["keys"] = keys
+    (source / ".snapshot_metadata").write_text(json.dumps(document))
+    refuses(source, tmp_path / "root", r"snapshot: is not as torchsnapshot writes it \(TypeError: ")
+    state = {"model": torch.nn.Linear(2, 2)}
+    with (
+        ckptlib.Checkpointer(tmp_path / "run", state, every=ckptlib.Steps(10), init_from=source) as ckpt,
+        pytest.raises(FormatError, match="is not as torchsnapshot writes it"),
+    ):
+        ckpt.restore()
