@@ -97,9 +97,14 @@ class ExportOrder:
 
 
 def local_path(out: str | Path) -> Path:
-    """Raises ValueError for a URL."""
+    """Raises ValueError for a URL, and for a path below "~"."""
     if "://" in str(out):
         raise ValueError(f"{out}: an export goes to a path of this machine; copy the files from there")
+    if Path(out).parts[:1] == ("~",):
+        raise ValueError(
+            f"{out} would be below a directory called ~, since only a shell makes the home directory of it: pass "
+            f"{os.path.expanduser(out)}, or {os.path.abspath(out)} if the directory is meant"
+        )
     return Path(out)
 
 

@@ -244,6 +244,19 @@ def test_options_that_are_none(path: Path) -> None:
         ckptlib.export(path, "s3://bucket/x")
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_that_only_a_shell_knows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[str | Path]
+) -> None:
+    """As a root is refused; before a run begins that would export there."""
+    monkeypatch.chdir(tmp_path)
+    before = {*tmp_path.iterdir()}
+    for wrong in (lambda: ckptlib.export(path, kind("~/x")), lambda: ckptlib.Export(kind("~/{step}"), steps=2)):
+        with pytest.raises(ValueError, match=r"below a directory called ~.*pass /.*, or /.*/~/"):
+            wrong()
+    assert {*tmp_path.iterdir()} == before
+
+
 def test_of_two_exports_at_the_same_time_one_has_all_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a trainer that was killed goes on, of a step that its restart has saved again. It gives its files their
     names when the other one has just found them free."""
