@@ -52,7 +52,7 @@ class FilePlan:
 
 def parse_size(text: str | int) -> int:
     """Bytes: "5GB", "200MiB", 1000. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", str(text).strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
         raise ValueError(f"size {text!r}: expected a number of bytes, or one such as 5GB or 200MiB")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -237,6 +237,7 @@ def test_options_that_are_none(path: Path) -> None:
         ({"format": "onnx"}, "expected one of safetensors, hf, torch"),
         ({"dtype": "int4"}, "expected bf16, fp16 or fp32"),
         ({"max_shard_size": "x"}, "expected a number of bytes"),
+        ({"max_shard_size": "9" * 400}, "expected a number of bytes"),  # no float is as large
     ):
         with pytest.raises(ValueError, match=match):
             ckptlib.export(path, path.parent / "x", **wrong)  # type: ignore[arg-type]
