@@ -333,8 +333,14 @@ class WriterProcess:
 
     def _drain(self, tier: Tier, save: SaveId, puts_layout: bool = True, again: bool = False) -> None:
         """`again`: a writer that is gone may have drained it, and rank 0's may have committed it."""
+
+        def before() -> None:
+            if again:
+                raise_if_failed(self._catalog, save)  # as the one that is gone may have told
+            self._beginning.put()
+
         try:
-            tier.drain(save, self._beginning.put, puts_layout)
+            tier.drain(save, before, puts_layout)
         except (CkptError, OSError, ValueError) as error:
             tier.settle(save)
             may_be_put = self._parts.may_have_put(save)

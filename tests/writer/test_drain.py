@@ -16,7 +16,7 @@ import pytest
 from helpers.fault_log import operations
 from helpers.limits import short_limits
 from helpers.persists import codecs_of
-from helpers.writers import Bench, hear, heard, until
+from helpers.writers import Bench, alive, hear, heard, until
 from places import TESTS
 from workers.crash_oracle import failed_parts, read_root
 from workers.crash_spare import ready_slot
@@ -98,6 +98,21 @@ def points(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {**rule, "action": "kill-before"}
         if op in MUTATING:
             yield {**rule, "action": "kill-after"}
+
+
+def test_a_drain_that_a_writer_had_given_up_as_it_died_is_not_done_by_the_next_one(tier: TierBench) -> None:
+    """Other ranks had read that its part would never come, and told so, of a step that was then committed."""
+    faults = [("commit", "^packs/", "full"), ("put", "/000001-[0-9a-f]*-failed-", "kill-after")]
+    tier.fault(*({"op": op, "key": key, "action": action} for op, key, action in faults))
+    writer = tier.tiered(rank=1, world_size=2)
+    save = SaveId(1, tier.generation)
+    tier.slots.append(ready_slot(tier.directory, save, {"w": np.arange(9)}, 1, size=2))
+    writer.add_slot(tier.slots[0].path)
+    writer.persist(save, tier.slots[0].path)
+    until(lambda: not alive(writer.pid))
+    tier.fault()
+    assert "rank 1 failed: " in hear(writer, "failed")["error"]
+    assert not [*tier.root.glob("parts/*/*-ok-*")]
 
 
 def test_a_writer_killed_at_every_operation_of_a_drain_is_followed_by_one_that_drains_the_rest(tier: TierBench) -> None:
