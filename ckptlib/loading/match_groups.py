@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
+from ckptlib.format.paths import join, key_of, segment_of
 from ckptlib.loading.load_plan import LoadPlan
 from ckptlib.loading.trees import maker, rebuild
 from ckptlib.reading.saved_names import SavedGroup
@@ -36,6 +38,8 @@ class GroupTargets:
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
         self._saved = plan.saved
+        self._options: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
+        """By path of an optimizer and number of a group, as `_saved_options`."""
 
     def add(
         self,
@@ -60,38 +64,33 @@ class GroupTargets:
         if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
             return GroupTarget(True, now)
         saved = self._saved_hyper_parameters(path, origin)
-        options = self._saved_options(group_path(path, origin.index))
+        own, where = self._saved_options(path, origin), partial(join, group_path(path, origin.index))
+        keys: dict[str, Any] = {segment_of(key): key for key in now}
+        options = {keys.get(segment, key_of(segment)): parts for segment, parts in own.items()}
         text = self._saved_text(path, origin)
-        different = [
-            o
-            for o in origins
-            if self._saved_text(path, o) != text or self._saved_options(group_path(path, o.index)) != options
-        ]
+        different = [o for o in origins if self._saved_text(path, o) != text or self._saved_options(path, o) != own]
         if different:
             self._plan.mismatch(
                 f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
                 " with different hyper-parameters; load them into groups that can be told apart"
             )
             return GroupTarget(True, now)
-        prefix = group_path(path, origin.index) + "/"
         told = {*saved, *options}
         defaults: dict[str, object] = getattr(optimizer, "defaults", {})  # not of one that never ran __init__
         lacking, unknown = defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
         name = self._saved.classes.get(path)
         alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
         if not alike and (name not in _names(optimizer) or (lacking and unknown)):
-            for key in sorted(lacking):
-                self._plan.miss(prefix + key)
-            for key in sorted(unknown):
-                self._plan.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
+            for full in sorted(map(where, lacking)):
+                self._plan.miss(full)
+            for full in sorted(map(where, unknown)):
+                self._plan.leave_foreign(full, f"{full}: not in the state")
             options = {key: parts for key, parts in options.items() if key in now}
             saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
         if isinstance(optimizer, torch.optim.AdamW):
             saved = {key: value for key, value in saved.items() if key != WHAT_ADAMW_IS}
         builds = {
-            key: rebuild(
-                self._plan, self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key), maker()
-            )
+            key: rebuild(self._plan, self._saved.objects.get(where(key), "tensor"), where(key), now.get(key), maker())
             for key in options
         }
 
@@ -118,14 +117,19 @@ class GroupTargets:
             raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
         return found
 
-    def _saved_options(self, path: str) -> dict[str, object]:
-        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
-        found: dict[str, dict[str, str]] = {}
-        for name, entry in self._saved.tensors.items():
-            if name.startswith(f"{path}/"):
-                key, _, rest = name[len(path) + 1 :].partition("/")
-                found.setdefault(key, {})[rest] = entry.name
-        return dict(found)
+    def _saved_options(self, path: str, group: SavedGroup) -> Mapping[str, object]:
+        """Of a saved group: by segment of their paths, the options that hold tensors, each with the saved tensors that
+        it is made of."""
+        found = self._options.get(path)
+        if found is None:  # for all groups at once: there may be one for each parameter
+            found = self._options[path] = {}
+            begin = group_path(path, 0)[:-1]
+            for name, entry in self._saved.tensors.items():
+                if name.startswith(begin):
+                    index, _, rest = name[len(begin) :].partition("/")
+                    segment, _, rest = rest.partition("/")
+                    found.setdefault(index, {}).setdefault(segment, {})[rest] = entry.name
+        return found.get(str(group.index), {})
 
 
 def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:

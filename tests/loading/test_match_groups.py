@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.runs import model_of, params, train
+from helpers.runs import model_of, options_of, params, train
 from onerank import Root, opened, same
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
@@ -103,6 +103,31 @@ def test_tensor_options_of_groups_are_told_apart(root: Root) -> None:
     joined = optim.Adam(p)
     root.load({"m": model, "o": joined})
     assert same(joined.param_groups[0]["lr"], torch.tensor(0.75))
+
+
+def test_tensor_options_by_any_key(root: Root) -> None:
+    """Keys with signs of paths, and keys that are no text, stay what they are."""
+    model = model_of()
+
+    def make(fill: float) -> optim.Optimizer:
+        odd: dict[Any, Any] = {
+            "a/b": torch.full((2,), fill),
+            "50%": [torch.full((1,), fill)],
+            7: torch.full((1,), fill),
+        }
+        return optim.SGD([{"params": model.parameters(), **odd}], lr=0.1)  # type: ignore[dict-item]
+
+    target = make(2.0)
+    root.move({"m": model, "o": make(1.0)}, {"m": model, "o": target})
+    assert same(options_of(target), options_of(make(1.0)))
+
+
+def test_an_option_that_is_no_text_is_told_by_its_name(root: Root) -> None:
+    model = model_of()
+    odd: dict[Any, Any] = {"params": model.parameters(), 7: 1, "seven": 2}
+    root.save({"m": model, "o": optim.SGD([odd], lr=0.1)})
+    with pytest.raises(StateMismatch, match=r"o/@group\.0/7: not in the state"):
+        root.load({"m": model, "o": optim.Adam(model.parameters())})
 
 
 def test_a_tensor_lr_and_a_float_take_each_others_value(root: Root) -> None:
