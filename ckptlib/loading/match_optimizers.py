@@ -78,7 +78,7 @@ class OptimizerTargets:
                 f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
                 "then make the optimizer of its parameters and load that"
             )
-        names = names_of_params(optimizer, self._params.names)
+        names = names_of_params(optimizer, self._params.names, path)
         warn_of_positions(optimizer, names, path, "loaded")
         wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
         looked_at = {0, *(group.layout for group in wanted)}

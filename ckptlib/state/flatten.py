@@ -237,7 +237,7 @@ class _Walk(Visitor[bool], Collector):
         if known is not None:
             names, described = known.names, known.described
         else:
-            names = names_of_params(optimizer, self.findings.joined().param_names)
+            names = names_of_params(optimizer, self.findings.joined().param_names, path)
             warn_of_positions(optimizer, names, path, "saved")
             params = [param for group in optimizer.param_groups for param in group["params"]]
             refuse_strangers(optimizer, params, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,15 +88,28 @@ def state_path(path: str, param_name: str, key: object) -> str:
     return join(f"{path}/{param_name}" if path else param_name, key)
 
 
-def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]) -> list[list[str]]:
+def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], path: str) -> list[list[str]]:
     """By group: the names of its parameters.
 
     Those of the modules in the same state; else those the optimizer was given (`named_parameters()`); else positions.
+    Raises UnsupportedState where two have one name: by that, each would get the options and the moments of either.
     """
     names = []
     for i, group in enumerate(optimizer.param_groups):
-        given: Sequence[str] = group.get("param_names") or [f"@{i}.{j}" for j in range(len(group["params"]))]
+        given: Sequence[str] = group.get("param_names") or ()
+        if len(given) != len(group["params"]):  # none, or of other parameters than it has by now
+            given = [f"@{i}.{j}" for j in range(len(group["params"]))]
         names.append([param_names.get(id(p), given[j]) for j, p in enumerate(group["params"])])
+    known: dict[str, torch.Tensor] = {}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for name, param in zip(chain.from_iterable(names), params, strict=True):
+        if known.setdefault(name, param) is not param:
+            cls = type(optimizer).__name__
+            raise UnsupportedState(
+                f"{path}: two parameters of this {cls} have the name {name!r}, so a load could not "
+                "tell them apart; put their modules into the state, or give the optimizer a name of its own for each, "
+                "such as [(f'encoder.{name}', p) for name, p in encoder.named_parameters()]"
+            )
     return names
 
 

@@ -341,12 +341,25 @@ def test_an_optimizer_of_another_kind_is_told(root: Root) -> None:
 
 def test_names_given_twice_are_refused(root: Root) -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = optim.Adam([*one.named_parameters(), *two.named_parameters()])
-    (one(torch.ones(2)) + two(torch.ones(2))).sum().backward()
-    optimizer.step()
-    with pytest.raises(UnsupportedState, match="two entries"):
+    optimizer = optim.SGD([{"params": one.named_parameters()}, {"params": two.named_parameters(), "lr": 0.2}], lr=0.1)
+    with pytest.raises(UnsupportedState, match="two parameters of this SGD have the name 'weight'"):
         root.save({"o": optimizer})
     root.save({"one": one, "two": two, "o": optimizer})
+    root.load({"one": one, "two": two, "o": optimizer})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    with pytest.raises(UnsupportedState, match="two parameters of this SGD have the name 'weight'"):
+        root.load({"o": optimizer})
+
+
+def test_names_of_other_parameters_than_a_group_has(root: Root) -> None:
+    """One was put into the group by hand since the names were given."""
+    model = model_of()
+    first, *others = model.parameters()
+    optimizer = optim.SGD([*model.named_parameters()][:1], lr=0.1)
+    optimizer.param_groups[0]["params"] += others
+    root.save({"o": optimizer, "m": model})
+    root.load({"o": optimizer, "m": model})
+    assert optimizer.param_groups[0]["params"][0] is first
 
 
 def test_two_optimizers_of_one_model(root: Root) -> None:
