@@ -328,7 +328,8 @@ class Replicator:
         if not clean:
             for origin, receiver in self._receivers.items():
                 close = partial(self._arenas[origin].close, unlink=False)
-                if receiver.busy:
+                if receiver.busy:  # maybe for a minute yet, with a rank that is gone: only its replica has its share
+                    self._arenas[origin].show()
                     receiver.put(close)
                 else:  # it may not run: the session is given up where the system has no thread for it
                     close()

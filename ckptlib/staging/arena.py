@@ -149,6 +149,12 @@ class Arena:
         steps = ((slot, self._steps.get(slot)) for slot in self._slots if slot not in in_use)
         return [slot for slot, step in steps if step is None or step < held_by_all]
 
+    def show(self) -> None:
+        """Snapshots that must be kept may be read by others of this process from now on, though the arena is open yet.
+        Nobody writes to their slots any more."""
+        for slot in [*self._steps]:
+            OPEN.discard(slot.path)
+
     def mark_ready(self, slot: Slot, step: int) -> None:
         """The slot holds a whole snapshot of `step` now."""
         self._steps[slot] = step

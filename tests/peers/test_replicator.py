@@ -30,6 +30,7 @@ from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import place
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.arena import Arena
+from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.staging.pair import CopySource
 from ckptlib.staging.stager import Content, CopyJob, Staging
 
@@ -129,6 +130,38 @@ def test_one_whose_threads_never_ran_is_let_go_without_them(tmp_path: Path) -> N
         bench.replicator.close(clean=False)
     finally:
         threading.stack_size(before)
+
+
+class Silent(Wire):
+    """A link to a host that is gone, as without power: nothing comes until a time-out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.over = threading.Event(), threading.Event()
+
+    @override
+    def recv(self, frm: int, buffer: memoryview, tag: int) -> None:
+        self.waits.set()
+        assert self.over.wait(150)
+        super().recv(frm, buffer, tag)
+
+
+def test_what_is_held_of_a_rank_that_is_gone_is_found_by_the_next_job_of_this_process(tmp_path: Path) -> None:
+    """Before the rank is given up: only here is the rank's share of the newest step."""
+    bench = Bench(tmp_path, "optimizer")
+    wire = bench.replicator._link = Silent()
+    replica, overwritten = held(bench, 6), held(bench, 5)
+    bench.arena.mark_void(overwritten)
+    bench.begin([])
+    assert wire.waits.wait(60)
+    before = {thread for thread in threading.enumerate() if thread.name == "ckptlib-from-1"}
+    bench.replicator.close(clean=False)
+    with OtherSlots(ROOT_ID, GenerationId(2, "1" * 8), [tmp_path]).opened() as slots:
+        assert [slot.path for slot in slots] == [replica.path]
+        assert slots[0].read_header().save.step == 6
+    wire.over.set()
+    seal(bench.staging)
+    until(lambda: not any(thread.is_alive() for thread in before))
 
 
 class Pipe:
