@@ -264,7 +264,12 @@ class Session:
         self.planner.must_compare = True
 
     def forget_tensors(self) -> None:
-        """Keeps no tensor of the state. Main thread, while nothing is copied."""
+        """Waits until nothing is copied, on devices too, and keeps no tensor of the state. Main thread. Raises
+        WaitTimeout."""
+        if self.owner.here:  # a forked child has none of the threads that copy
+            with self.outcomes.turn:
+                self.stager.fail_left()
+            self.snapshots.wait_staged()
         self.stager.forget_tensors()
         self.planner.forget_tensors()
         self.memo = Memo()

@@ -21,7 +21,7 @@ from ckptlib.ranks.held import NONE, HeldSteps
 from ckptlib.slots.placement import ReplicaMap
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.arena import NEVER, Arena
-from ckptlib.staging.stager import CopyJob, Staging
+from ckptlib.staging.stager import COPY_TIMEOUT_S, CopyJob, Staging
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +166,12 @@ class Snapshots:
         if not self._unkept:
             self._unkept = True
             log.error("step %d is not kept in memory; said once, until one is again: %s", step, describe(error))
+
+    def wait_staged(self) -> None:
+        """Returns when no snapshot is being copied. Raises WaitTimeout."""
+        for begun in list(self._unsettled):
+            if begun.staging is not None:
+                begun.staging.wait_done(COPY_TIMEOUT_S)
 
     def take_torn(self) -> Begun | None:
         """The last snapshot that was found torn since this was last asked."""

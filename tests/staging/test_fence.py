@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.inside import fence_of, stager_of
+from helpers.interrupted import interrupted_at
 from helpers.stage import held, is_installed, num_installed, pending_of, replace_pending
 from typing_extensions import override
 from workers.torn import OpensGate, params_of, raw, step_with_gradients
@@ -179,6 +180,24 @@ def test_drained_before_a_capture(tmp_path: Path) -> None:
         ckpt.drain()
         assert staging.done
         assert not pending_of(fence_of(ckpt))
+
+
+def test_drained_behind_a_save_that_was_asked_for(tmp_path: Path) -> None:
+    """No optimizer waits for it, and whoever moves the state off a device would not have its memory."""
+    ckpt = ckptlib.Checkpointer(tmp_path, {"w": torch.ones(100)}, every=10**6, arena=tmp_path)
+    with ckpt, held(stager_of(ckpt)) as gate:
+        staging = ckpt.save(1).staging
+        threading.Timer(0.1, gate.set).start()
+        ckpt.drain()
+        assert staging.done
+
+
+def test_drained_behind_a_save_that_was_interrupted_as_it_began(tmp_path: Path) -> None:
+    with ckptlib.Checkpointer(tmp_path, {"w": torch.ones(100)}, every=10**6, arena=tmp_path) as ckpt:
+        with interrupted_at("Stager.copy"):
+            ckpt.save(1)
+        ckpt.drain()
+        ckpt.save(2).wait_committed(150.0)
 
 
 def test_hooks_of_others_stay_as_they_are() -> None:
