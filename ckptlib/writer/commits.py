@@ -113,7 +113,8 @@ class Commits:
         told = {"seconds": seconds, "nbytes": manifest.nbytes, "sweeps": int(sweeps)}
         self._channel.send({"event": "committed", "save": str(save), **told})
         if self._tier is not None:
-            self._tier.look_again()
+            with self._tier.watched(save):  # behind one that hangs nothing would be committed any more
+                self._tier.look_again()
         if self._sweeper is not None and sweeps:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
         self._make_room(save)

@@ -100,6 +100,22 @@ def points(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {**rule, "action": "kill-after"}
 
 
+@pytest.mark.slow
+def test_a_writer_whose_listing_behind_a_commit_hangs_is_replaced(tier: TierBench) -> None:
+    """It committed nothing any more, nobody was told, and no further save was drained."""
+    tier.fault({"op": "put", "key": "^steps/", "action": "hold"})
+    writer = tier.tiered(deadline_s=8.0)
+    pid, _ = writer.pid, tier.order(writer, 1)
+    until(lambda: any(line["fault"] for line in tier.operations()))
+    tier.fault({"op": "scan", "key": "^steps/", "action": "stall", "seconds": 1e9})
+    hear(writer, "committed")
+    until(lambda: not alive(pid))
+    tier.fault()
+    tier.order(writer, 2)
+    hear(writer, "committed")
+    assert writer.pid != pid
+
+
 def test_a_drain_that_a_writer_had_given_up_as_it_died_is_not_done_by_the_next_one(tier: TierBench) -> None:
     """Other ranks had read that its part would never come, and told so, of a step that was then committed."""
     faults = [("commit", "^packs/", "full"), ("put", "/000001-[0-9a-f]*-failed-", "kill-after")]
