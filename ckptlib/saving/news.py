@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Mapping
 
 from ckptlib.ranks.notices import Notices
@@ -11,6 +12,9 @@ from ckptlib.saving.looks import Looks
 
 TOLD = {"save": 100, "kind": 100, "error": 1000, "event": 100, "in_doubt": 100}
 """The fields of a writer's event that notices carry, and how many characters of each."""
+
+ENDED = 100
+"""Saves of which it is remembered that their end was told: more than are ever under way."""
 
 
 class News:
@@ -20,10 +24,13 @@ class News:
         """`is_local`: whether the store is."""
         self._notices, self._rank = notices, rank
         self._num_ranks, self._is_local = num_ranks, is_local
+        self._ended: deque[object] = deque(maxlen=ENDED)
 
     def tell(self, event: Mapping[str, object]) -> None:
-        """Leaves rank 0's events as notices; other ranks' events stay their own."""
-        if self._rank == 0 and event["event"] in ("committed", "failed"):
+        """Leaves rank 0's events as notices; other ranks' events stay their own. Of each save the first word counts: a
+        writer in the place of one that hung says nothing of what that one left in doubt."""
+        if self._rank == 0 and event["event"] in ("committed", "failed") and event["save"] not in self._ended:
+            self._ended.append(event["save"])
             told = {name: str(event[name])[:most] for name, most in TOLD.items() if name in event}
             self._notices.leave(json.dumps(told))
 

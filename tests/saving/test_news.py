@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from launch import fork_ranks
 
-from ckptlib.ranks.notices import Notices
+from ckptlib.ranks.notices import KEPT, Notices
 from ckptlib.saving.news import News
 
 PATIENCE_S = 150.0
@@ -41,6 +41,20 @@ def test_ends_of_saves_are_told_and_nothing_else() -> None:
     assert str(failed["error"]).startswith("rank 3\nsaid so x")
     assert len(str(failed["error"])) == 1000
     assert rank1.of("c") is None
+    for rank in (rank0, rank1):
+        rank.close()
+
+
+def test_of_each_save_the_first_word_counts() -> None:
+    """A rank that looked late found no more that it was in doubt, but that it would never be."""
+    rank0, rank1 = ranks()
+    rank0.tell({"event": "failed", "save": "a", "kind": "StoreTimeout", "error": "hung", "in_doubt": True})
+    rank0.tell({"event": "failed", "save": "a", "kind": "SaveFailed", "error": "hung"})
+    assert "in_doubt" in heard(rank1, "a")
+    for number in range(KEPT):
+        rank0.tell({"event": "committed", "save": str(number)})
+        assert heard(rank1, str(number))
+        assert "in_doubt" in (rank1.of("a") or {"in_doubt": "the notice is gone"})
     for rank in (rank0, rank1):
         rank.close()
 
