@@ -76,8 +76,7 @@ class Committed(Event):
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
     """This save will never be committed, or this snapshot is not kept; earlier steps are untouched. Where the store or
-    the writer was lost just as it was committed, or as this rank's part was put, nobody knows: `error` says that
-    `ckptlib ls` tells."""
+    a writer was lost just as a part or the manifest was put, nobody knows: `error` says that `ckptlib ls` tells."""
 
     error: Exception
     tier: str

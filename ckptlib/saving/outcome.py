@@ -182,8 +182,7 @@ class Outcomes:
             if outcome is None:  # it is known already
                 return
             self._open.pop(key, None)
-            at = "it was committed" if self._rank == 0 or event.get("seen") else "this rank's part was put"
-            self._failed(outcome, str(event["kind"]), str(event["error"]), key, at if "in_doubt" in event else None)
+            self._failed(outcome, str(event["kind"]), str(event["error"]), key, "in_doubt" in event)
 
     def _tell_committed(self, step: int, event: Mapping[str, object]) -> None:
         nbytes, seconds = event["nbytes"], event["seconds"]
@@ -227,8 +226,8 @@ class Outcomes:
         seconds = time.monotonic() - waiting["since"]
         return f"{at}; the store has not answered {waiting['request']} for {seconds:.0f} s"
 
-    def _failed(self, outcome: Outcome, kind: str, text: str, key: str, in_doubt: str | None) -> None:
-        """`in_doubt`: what was under way, where the step may be there all the same."""
+    def _failed(self, outcome: Outcome, kind: str, text: str, key: str, in_doubt: bool) -> None:
+        """`in_doubt`: the step may be there, or come to be there, all the same."""
         error: SaveFailed
         if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
             self._planner.must_compare = True
@@ -241,10 +240,10 @@ class Outcomes:
             error = self.superseded = Superseded(text)
         else:
             what = "and will never be committed"
-            if in_doubt is not None:
+            if in_doubt:
                 what = (
-                    f"as {in_doubt}; `ckptlib ls` tells whether the step is there all the same, and the next start of "
-                    "the job may commit it"
+                    "and may be committed all the same: `ckptlib ls` tells whether the step is there, and the next "
+                    "start of the job may commit it"
                 )
             error = SaveFailed(f"save {key} failed {what}; earlier steps are untouched: {text}")
         remedy = ""
