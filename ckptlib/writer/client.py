@@ -265,7 +265,7 @@ class Writer:
             return []
         error = (
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
-            f"it was stopped, or hangs in the kernel; another one takes its place. See {self.log_path}"
+            f"it was stopped, hangs in the kernel, or gets no core; another one takes its place. See {self.log_path}"
         )
         return [{**self._open.failure(orders[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
