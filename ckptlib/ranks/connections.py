@@ -140,7 +140,11 @@ def _in_time(
     """
     timeout_s = timeout.total_seconds()
     asking, limit_s = JobFutures("store"), timeout_s + max(timeout_s / 2, LATE_S)
-    result = asking.submit(call, *args, **kwargs)
+    try:
+        result = asking.submit(call, *args, **kwargs)
+    except RuntimeError as error:
+        why = f"{error}. See ulimit -u, and pids.max of the container's cgroup"
+        raise AgreementFailed(f"{whom} was not asked: {why}") from error
     try:
         return result.result(limit_s)
     except NotDone as error:

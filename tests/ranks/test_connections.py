@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ from helpers.forkserver import context, start_server
 from helpers.writers import stop
 from launch import be_rank, environment, fork_ranks
 from places import WORKERS
+from workers.no_threads import NO_STACK
 
 from ckptlib.errors import AgreementFailed
 from ckptlib.ranks.connections import connect, disconnect
@@ -50,6 +52,17 @@ def stored(server: Server) -> Iterator[Any]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield server.process
     dist.destroy_process_group()
+
+
+def test_a_system_that_has_no_thread_more_is_no_store_that_is_gone(stored: Any) -> None:
+    world, before = dist.group.WORLD, threading.stack_size(NO_STACK)
+    assert world is not None
+    try:
+        with pytest.raises(AgreementFailed, match=r"torch.distributed was not asked: can't start new thread. .*ulimit"):
+            connect(world, timedelta(seconds=PATIENCE_S))
+    finally:
+        threading.stack_size(before)
+    disconnect(connect(world, timedelta(seconds=PATIENCE_S)))
 
 
 def test_a_store_that_does_not_answer_or_is_gone(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
