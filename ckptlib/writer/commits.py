@@ -14,6 +14,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, choose_parts, raise_if_failed
 from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.errors import CkptError, SaveFailed, StoreError, StoreFull, describe
+from ckptlib.format.check import alike
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.jobs import JobThread
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class _InDoubt(Exception):
-    """Rank 0 has given it up, and all of its parts are there: the manifest may be on its way."""
+    """Rank 0 has given it up, and all of its parts are there, and alike: the manifest may be on its way."""
 
 
 class Commits:
@@ -187,7 +188,8 @@ class Commits:
                 raise_if_failed(self._catalog, save)
             except SaveFailed as error:
                 self._catalog.check_goes_on(save)  # all ranks raise one class: nobody may act on Superseded alone
-                if not choose_parts(self._catalog.parts(save), self._world_size)[1]:
+                names, missing = choose_parts(self._catalog.parts(save), self._world_size)
+                if not missing and alike(name.check for name in names):
                     raise _InDoubt(str(error)) from error
                 raise
         except StoreError as error:  # rank 0 may be answered, or has been
