@@ -5,6 +5,9 @@ Slashes in keys are escaped, so two paths are never the same text.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
 
 def join(path: str, key: object) -> str:
     """The path of an entry. Raises ValueError for an int of more digits than Python converts."""
@@ -19,3 +22,17 @@ def segment_of(key: object) -> str:
 def key_of(segment: str) -> str:
     """The key that a part of a path was made of, as text."""
     return segment.replace("%2F", "/").replace("%25", "%") if "%" in segment else segment
+
+
+def below_any(paths: Iterable[str]) -> Callable[[str], bool]:
+    """Tells of a name whether it lies below any of these paths. There may be thousands of both."""
+    heads: list[str] = []
+    for head in sorted(f"{path}/" for path in paths):
+        if not heads or not head.startswith(heads[-1]):
+            heads.append(head)  # none begins with another, so the last one up to a name tells
+
+    def is_below(name: str) -> bool:
+        before = bisect_right(heads, name)
+        return before > 0 and name.startswith(heads[before - 1])
+
+    return is_below

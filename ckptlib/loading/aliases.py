@@ -27,12 +27,10 @@ def repeats(tensor: torch.Tensor) -> bool:
 
 
 def place(pieces: Sequence[tuple[Box, torch.Tensor]]) -> Hashable:
-    """What only pieces have in common of which each lies on its counterpart, element by element; None for no memory.
+    """What only pieces have in common of which each lies on its counterpart, element by element. All have memory.
 
     Equal by this are also two tensors of one storage, such as a parameter and `parameter.detach()`.
     """
-    if not any(piece.numel() for _, piece in pieces) or any(piece.is_meta for _, piece in pieces):
-        return None
     return tuple(
         (box, piece.device, piece.data_ptr(), piece.dtype, piece.stride(), piece.is_conj(), piece.is_neg())
         for box, piece in pieces

@@ -7,7 +7,6 @@ Knows tensors and values; objects are made of these by `ckptlib.loading.trees`, 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from ckptlib.errors import StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.layout import OwnPerRank, TensorEntry
+from ckptlib.format.paths import below_any
 from ckptlib.format.values import Json
 from ckptlib.loading.aliases import place, repeats
 from ckptlib.loading.selection import Selection
@@ -79,8 +79,11 @@ class LoadPlan:
         """Names of the checkpoint that somebody took."""
         self._filled: dict[int, Filler] = {}
         """By id of a tensor of the state."""
+        self._begins: dict[int, tuple[Leaf, str]] = {}
+        """By address: the first leaf that begins there, and the saved tensor that fills it."""
         self._places: dict[Hashable, str] = {}
-        """By place in memory: the saved tensor that fills it. One memory may be under two tensors of the state."""
+        """By place in memory, of those that begin where another does: the saved tensor that fills it. One memory may be
+        under two tensors of the state."""
         self._apart: set[str] = set()
         """See `Targets.apart`."""
         self.alone: list[str] = []
@@ -121,16 +124,11 @@ class LoadPlan:
     def _never_used(self) -> Iterator[str]:
         """Everything saved that nobody took."""
         saved = self.saved
-        trees: list[str] = []
-        for tree in sorted(f"{path}/" for path in saved.objects):
-            if not trees or not tree.startswith(trees[-1]):
-                trees.append(tree)  # none begins with another, so the one before a name tells
+        in_object = below_any(saved.objects)
         for name in (*saved.tensors, *saved.values, *saved.objects):
             # what belongs to an object that is loaded as a whole is taken, or not, with it
-            if name not in self._used and self._asked.expects(name):
-                before = bisect_left(trees, name)
-                if not before or not name.startswith(trees[before - 1]):
-                    yield name
+            if name not in self._used and self._asked.expects(name) and not in_object(name):
+                yield name
 
     def is_used(self, saved_name: str) -> bool:
         return saved_name in self._used
@@ -190,10 +188,16 @@ class LoadPlan:
         """Wants this rank's pieces of a tensor, where it has any, filled with a saved one that fits."""
         if leaf is None:
             return
-        at = place(leaf.pieces)
-        first = entry.name if at is None else self._places.setdefault(at, entry.name)
-        if not self._tie(entry.name, first, leaf, entry):
+        if not leaf.pieces or not self._tie(entry.name, self._filler(leaf, entry.name), leaf, entry):
             self._wants.append(want(leaf, entry))
+
+    def _filler(self, leaf: Leaf, saved_name: str) -> str:
+        """The saved tensor that fills this very memory: this one, unless another does already."""
+        first, its_name = self._begins.setdefault(leaf.pieces[0][1].data_ptr(), (leaf, saved_name))
+        if first is leaf:  # nearly all: a place is made for few
+            return saved_name
+        self._places.setdefault(place(first.pieces), its_name)
+        return self._places.setdefault(place(leaf.pieces), saved_name)
 
     def _tie(self, name: str, first: str, leaf: Leaf, entry: TensorEntry) -> bool:
         """Whether another saved tensor, `first`, fills the same memory already; a mismatch if that has other values."""

@@ -27,7 +27,7 @@ from ckptlib.loading.targets import Targets, outside_inference
 from ckptlib.loading.trees import add_object
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.frameworks import counts_alone, loader_of
-from ckptlib.state.leaf import PerRank, Sharded, home_of, is_lazy, local_of
+from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import attributes_of, state_to_fill
 from ckptlib.state.nests import is_all_plain
@@ -183,7 +183,7 @@ class _Walk(Visitor[Setter]):
         self, buffer: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]]
     ) -> tuple[torch.Tensor, Holder] | None:
         """A tensor of the saved shape, where that is another one and the module itself gives its buffer this shape."""
-        if len(owners) != 1 or is_lazy(buffer) or buffer.is_meta or not self._plan.wanted(name):
+        if type(buffer) is not torch.Tensor or len(owners) != 1 or buffer.is_meta or not self._plan.wanted(name):
             return None
         ((module, attribute),) = owners
         entry = self._plan.saved.tensors.get(self._plan.named(name))

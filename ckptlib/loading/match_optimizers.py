@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.layout import OwnPerRank, Placed, TensorEntry
-from ckptlib.format.paths import join, key_of, segment_of
+from ckptlib.format.paths import below_any, join, key_of, segment_of
 from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
 from ckptlib.loading.beside import Beside
@@ -185,10 +185,10 @@ class OptimizerTargets:
         """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
-        nested = tuple(f"{p}/" for p in self._saved.objects if p.startswith(prefix) and p != path)
+        nested = below_any(p for p in self._saved.objects if p.startswith(prefix) and p != path)
         plain = chain.from_iterable(map(self._saved.values_with, sorted(layouts)))
         for name in (*self._saved.tensors, *plain, *self._saved.objects):
-            if name == path or not name.startswith(prefix) or name.startswith(nested):
+            if name == path or not name.startswith(prefix) or nested(name):
                 continue
             self._plan.use(name)
             if self._saved.is_of_others(name):

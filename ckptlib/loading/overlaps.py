@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ckptlib.errors import StateMismatch
@@ -46,7 +47,7 @@ class Apart:
 def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[Apart]]:
     """What is to be read, and those that `bring_together` is to be called with behind that."""
     with_others: dict[int, set[int]] = {
-        n: set() for n, want in enumerate(wants) if any(repeats(piece) for _, piece in want.pieces)
+        n: set() for n, want in enumerate(wants) for _, piece in want.pieces if repeats(piece)
     }
     for spans in _meeting(wants):
         members = {span.want for span in spans}
@@ -110,25 +111,15 @@ def _is_copy(piece: torch.Tensor, found: torch.Tensor) -> bool:
 
 def _meeting(wants: Sequence[TensorWant]) -> Iterator[list[Span]]:
     """Spans of several wants of which each overlaps with another."""
-    by_device: dict[torch.device, list[Span]] = {}
-    for n, want in enumerate(wants):
-        for m, (_, piece) in enumerate(want.pieces):
-            if piece.numel() and not piece.is_meta:
-                begin = piece.data_ptr()
-                by_device.setdefault(piece.device, []).append(Span(begin, begin + _extent(piece), n, m))
-    for spans in by_device.values():
-        spans.sort()
-        group: list[Span] = []
-        end = 0
-        for span in spans:
-            if span.begin >= end:
-                if len(group) > 1:
-                    yield group
-                group = []
-            group.append(span)
-            end = max(end, span.end)
-        if len(group) > 1:
-            yield group
+    at = [(n, m, piece) for n, want in enumerate(wants) for m, (_, piece) in enumerate(want.pieces)]
+    begins = np.array([piece.data_ptr() for _, _, piece in at], np.int64)
+    ends = begins + np.array([_extent(piece) for _, _, piece in at], np.int64)
+    order = np.argsort(begins, kind="stable")
+    reach = np.maximum.accumulate(ends[order])
+    cuts = np.flatnonzero(begins[order][1:] >= reach[:-1]) + 1
+    bounds = np.concatenate([[0], cuts, [len(at)]])
+    for i in np.flatnonzero(np.diff(bounds) > 1).tolist():  # nearly all stand alone
+        yield sorted(Span(int(begins[k]), int(ends[k]), *at[k][:2]) for k in order[bounds[i] : bounds[i + 1]])
 
 
 def _extent(piece: torch.Tensor) -> int:
