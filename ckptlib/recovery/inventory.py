@@ -165,6 +165,11 @@ class Inventory:
         ids = {found.snapshot for found in self._found}
         return sorted((s for s in ids if self._is_whole(s, self.of(s))), reverse=True)
 
+    def in_part(self) -> dict[SaveId, list[int]]:
+        """Snapshots that are not whole, and the ranks whose shares are lacking."""
+        ids = {found.snapshot for found in self._found}
+        return {s.save: lacking for s in ids if (lacking := sorted({*range(s.world_size)} - self.of(s).keys()))}
+
     def _is_whole(self, snapshot: SnapshotId, slots: Mapping[int, list[Found]]) -> bool:
         return len(slots) == snapshot.world_size and alike(Check.parse(there[0].check) for there in slots.values())
 

@@ -5,11 +5,13 @@ Hosts that are lost are in tests/peers.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +25,11 @@ from torch import nn
 import ckptlib
 from ckptlib.errors import CheckpointNotFound, ObjectUnreadable, StateMismatch
 from ckptlib.format.keys import SaveId
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import Group
 from ckptlib.recovery.restore import _await_orphans
 from ckptlib.saving.session import Session
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.state import rng
 from ckptlib.state.leaf import torch_dtype
@@ -247,6 +251,43 @@ def test_a_slot_of_which_a_read_was_altered_on_the_way_is_read_again(
     assert (report.step, report.tier, report.skipped) == (3, "memory", ())
     assert torch.equal(found, torch.full((3000,), 3.0))
     assert "retrying step" in caplog.text
+
+
+def left_in_part(arena: Path, step: int) -> None:
+    """A slot of a snapshot that two ranks took; that of rank 1 is nowhere."""
+    one = next(path for path in arena.glob("*.slot"))
+    other = one.with_name(f"{one.name.rpartition('-')[0]}-{'0' * 16}.slot")
+    shutil.copy(one, other)
+    with other.open("r+b") as file:
+        header = SlotHeader.decode(file.read(PAGE_BYTES), "the slot")
+        save = replace(header.save, step=step)
+        file.seek(0)
+        file.write(replace(header, save=save, world_size=2).encode())
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["from memory", "from the store"])
+def test_a_snapshot_that_has_lost_a_share_is_not_left_out_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    """All ranks may have held it, and whoever starts the job again does not know what the step is that it had come to.
+    A job that takes one at each step dies with one on its way, which is no news."""
+    caplog.set_level(logging.INFO, "ckptlib")
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    weights = torch.full((3000,), 3.0)
+    ckpt = ckptlib.Checkpointer(tmp_path / "root", {"w": weights}, every=1000, peers=peers, arena=tmp_path)
+    ckpt.save(3).wait_committed(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    own = [*tmp_path.glob("*.slot")]
+    left_in_part(tmp_path, 7)
+    for path in own if not whole else ():
+        path.unlink()
+    with checkpointer(tmp_path / "root", {"w": weights}, tmp_path) as ckpt:
+        report = ckpt.restore()
+        assert (report.step, report.in_memory) == (3, whole)
+    (told,) = (record for record in caplog.records if "but not whole" in record.message)
+    assert "step 000000000007-" in told.message
+    assert "the share of rank 1 is not there" in told.message
+    assert told.levelno == (logging.INFO if whole else logging.WARNING)
 
 
 # -- no tensor is left with what a damaged step has put into it
