@@ -212,6 +212,8 @@ class InMemory:
             if self._group.rank == owner:
                 slot = self._open(found)
                 document = slot.read_document(slot.read_header(), "layout")
+                if len(document) != found.layout_nbytes:
+                    raise CorruptData(f"{slot.where}: its layout is another one by now: a job saves there still")
                 buffer.copy_(torch.frombuffer(bytearray(document), dtype=torch.uint8))
 
         together(self._group, "reading a layout in memory", read)
