@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, choose_parts, raise_if_failed
+from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.errors import CkptError, SaveFailed, StoreError, StoreFull, describe
 from ckptlib.format.check import alike
@@ -55,12 +55,12 @@ class Commits:
         self._sweeping = threading.Lock()
         self._nbytes = 0
         """Of the packs of the last step."""
-        self._undecided: dict[SaveId, float] = {}
-        """When this rank heard of each first; by the monotonic clock."""
+        self._undecided: dict[SaveId, Elapsed] = {}
+        """Since this rank heard of each first."""
 
     def expect(self, save: SaveId) -> None:
         """It has been begun."""
-        self._undecided.setdefault(save, time.monotonic())
+        self._undecided.setdefault(save, Elapsed())
 
     def forget(self, save: SaveId, error: BaseException | None = None) -> None:
         """It will not be committed. `error`: why this rank's part will not come."""
@@ -143,8 +143,8 @@ class Commits:
         with self._removing():
             if is_full or self._is_nearly_full():
                 with self._sweeping:
-                    oldest = min([*self._undecided.values()], default=math.inf)
-                    self._sweeper.make_room(save, max(time.monotonic() - oldest, 0.0))
+                    in_flight = [*self._undecided.values()]
+                    self._sweeper.make_room(save, max((elapsed.at_most() for elapsed in in_flight), default=0.0))
 
     @contextmanager
     def _removing(self) -> Iterator[None]:

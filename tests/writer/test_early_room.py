@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -12,8 +15,15 @@ from helpers.small_job import DEADLINE_S, GRACE, Save, SmallJob, copied
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import SaveFailed, StoreFull
+from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import EARLY_S, Keep
+from ckptlib.writer.channel import Channel
+from ckptlib.writer.commits import Commits
+from ckptlib.writer.failures import Failures
+from ckptlib.writer.requests import Requests
+from ckptlib.writer.trainer import Trainer
+from ckptlib.writer.watchdog import Watchdog
 
 KEEP = Keep(last=1, grace=GRACE)
 
@@ -24,8 +34,9 @@ def by_count() -> Iterator[None]:
         yield
 
 
-def job_with_a_slow_save() -> tuple[SmallJob, Save]:
-    """It uses packs of step 1, which was dropped when step 2 had been committed beside it."""
+def job_with_a_slow_save(num_failed: int = 0) -> tuple[SmallJob, Save]:
+    """It uses packs of step 1, which was dropped when step 2 had been committed beside it. `num_failed`: saves that
+    were begun between the two."""
     job = SmallJob()
     job.save_and_commit()
     before = {name: array.copy() for name, array in job.state.items()}
@@ -34,6 +45,8 @@ def job_with_a_slow_save() -> tuple[SmallJob, Save]:
     whole = job.save()
     job.state = before
     job.change([2])
+    for _ in range(num_failed):
+        job.saves.remove(job.begin_save())
     slow = job.save()
     job.commit(whole)
     job.advance(EARLY_S)
@@ -57,6 +70,37 @@ def test_what_a_save_uses_that_is_under_way_stays() -> None:
     assert job.listed == {slow.id}
     assert not [key for key in job.keys("packs/") if "000000000002-" in key], "nobody needs these"
     job.check()
+
+
+def commits_of(job: SmallJob, channel: Channel) -> Commits:
+    """As the writer process of rank 0 has them."""
+    trainer = Trainer(os.getpid())
+    trainer.deadline_s = DEADLINE_S
+    watchdog = Watchdog(Requests(), DEADLINE_S, lambda work, request: None, lambda work, request: None)
+    catalog = Catalog(job.store)
+    failures = Failures(channel, catalog.shared, 0, watchdog.slack_s)
+    return Commits(channel, trainer, watchdog, failures, catalog, job.world_size, KEEP, None)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_save_uses_stays_though_the_machine_slept(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's clock went on, and the monotonic one stood still. `is_known`: else room is made, which proves that it
+    would be."""
+    job, slow = job_with_a_slow_save(num_failed=1)
+    left, right = socket.socketpair()
+    with left, right:
+        commits = commits_of(job, Channel(right))
+        if is_known:
+            commits.expect(slow.id)
+        wall = time.time
+        monkeypatch.setattr(time, "time", lambda: wall() + 2 * EARLY_S)  # by which the store goes, too
+        commits.forget(SaveId(slow.id.step - 1, job.generation), StoreFull("no room for the save before it"))
+        commits.put(slow.id, time.monotonic())
+        commits.finish()
+        commits.finish_sweeps()
+        told = [event["event"] for event in Channel(left).receive(0) if event.get("save") == str(slow.id)]
+    assert told == (["committed"] if is_known else ["failed"])
+    assert (slow.id in job.found_listed()) == is_known
 
 
 def test_where_nobody_knows_that_a_save_is_under_way_it_is_refused() -> None:
