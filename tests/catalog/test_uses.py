@@ -155,6 +155,16 @@ def test_a_known_manifest_of_a_step_that_is_gone_answers_for_nothing(job: SmallJ
         times_of(catalog, NEW, by_all([PackSet(first)]))
 
 
+def test_a_step_answers_for_nothing_that_it_uses_itself(job: SmallJob) -> None:
+    """Its manifest may be there, and known, as it is proved that something else has kept what it uses."""
+    first, second = saves(job)
+    catalog = catalog_of(job)
+    catalog.keep_stand(catalog.manifest(second))
+    job.store.delete(first.manifest_key)
+    with pytest.raises(SaveFailed, match=f"step {second.step}: needs packs of {first}, which no committed step uses"):
+        times_of(catalog, second, by_all([PackSet(first)]))
+
+
 @pytest.mark.parametrize(
     ("age_s", "orphaned", "kept"),
     [

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.format.part import Part
 from ckptlib.format.places import Base, Coding, Loss
-from ckptlib.writer.increment import FEWER_USES, LIVE_SHARE, MAX_USES, STAGGER, Increment, Rules, plan, unchanged, whole
+from ckptlib.writer.increment import (
+    FEWER_USES,
+    LIVE_SHARE,
+    MAX_USES,
+    STAGGER,
+    Increment,
+    Rules,
+    plan,
+    unchanged,
+    whole,
+    without_base,
+)
 
 DAY_S = 86400.0
 WEEK_S = 7 * DAY_S
@@ -125,6 +136,14 @@ def test_a_base_ages_too() -> None:
     coding = Coding("patch", 10, Base(0, 0, CHUNK_NBYTES, None, digest_of(9)))
     parent = part_of(save_id(2), range(2), packs, [1, 1], {0: coding})
     assert plan(parent.digests, parent, rules([save_id(1), save_id(2)])) == Increment((1,), (), (0,))
+
+
+def test_what_has_changed_is_no_change_of_an_old_copy() -> None:
+    """Its last whole copy is what counts: a base, or the chunk itself; not the frame, which is never referred to."""
+    packs = [pack(save_id(1), NOW - WEEK_S - 1, 300), pack(save_id(2), NOW, 300)]
+    old, young = (Coding("patch", 10, Base(number, 0, CHUNK_NBYTES, None, digest_of(9))) for number in (0, 1))
+    parent = part_of(save_id(2), range(4), packs, [1, 0, 0, 1], {0: old, 1: young})
+    assert without_base(digests("abcd"), parent, rules([save_id(1), save_id(2)])) == {0, 2}
 
 
 def test_a_clock_that_was_set_back_refreshes_nothing() -> None:
