@@ -49,11 +49,9 @@ def _value(name: str, text: str) -> object:
 
 
 def open_url(url: str, options: Mapping[str, object]) -> Store:
-    """Raises UsageError for a URL or options that no store takes, ClickException for a server that is not reached."""
+    """Raises UsageError for a URL or options that no store takes, StoreError for a server that is not reached."""
     try:
         return open_store(url, options)
-    except CkptError as error:
-        raise click.ClickException(str(error)) from None
     except (ValueError, TypeError, ImportError) as error:
         raise click.UsageError(Secrets(url, {}).hide(f"{without_userinfo(url)}: {error}")) from None
 
@@ -64,7 +62,12 @@ def with_store(command: Command) -> Command:
     @click.argument("url")
     @functools.wraps(command)
     def opened(url: str, option: tuple[str, ...], **arguments: Any) -> Any:
-        with open_url(url, storage_options(option)) as store:
+        try:
+            store = open_url(url, storage_options(option))
+        except CkptError as error:
+            Output(arguments["as_json"]).error(error)
+            sys.exit(1)
+        with store:
             return command(store=store, **arguments)
 
     return with_storage_options(opened)  # type: ignore[return-value]

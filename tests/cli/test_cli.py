@@ -88,7 +88,16 @@ def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
     command = [sys.executable, "-m", "ckptlib.cli", "ls", "ftp://127.0.0.1:1/run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
-    assert done.stderr.startswith("Error: ftp://127.0.0.1:1/run: cannot be reached: ConnectionRefusedError")
+    assert done.stderr.startswith("ftp://127.0.0.1:1/run: cannot be reached: ConnectionRefusedError")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["pin", "2"], ["export", "out"], ["copy", "2", "new"], ["doctor"], ["slots"]]
+)
+def test_it_is_told_by_a_document_where_that_was_asked_for(ckptlib: Ckptlib, arguments: list[str]) -> None:
+    command, *others = arguments
+    found = ckptlib(command, "ftp://127.0.0.1:1/run", *others, "--json")
+    assert (found.code, found.json["error"]["kind"]) == (1, "StoreTimeout")
 
 
 @pytest.mark.parametrize("module", ["ckptlib", "ckptlib.cli"])
