@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from ckptlib.data.worker_signals import begin_worker
 from ckptlib.errors import StateError
 
 
@@ -22,6 +24,7 @@ class ResumableLoader(ABC):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
+        loader.worker_init_fn = partial(begin_worker, loader.worker_init_fn)
         self._current: object = None
         """Stands for the one iterator that may go on."""
         self.batches_given = 0

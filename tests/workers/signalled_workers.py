@@ -1,0 +1,55 @@
+"""A training whose data loader has workers: signalled_workers.py <root> <loader> <context>
+
+Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful"
+or "ending", which is ours, and ends by itself while an iterator with workers is still held.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from typing_extensions import override
+
+import ckptlib
+from ckptlib.data import ResumableSampler, outlast_signals, resumable
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    @override
+    def __getitem__(self, item: int) -> int:
+        return item
+
+
+def endless(loader: Any) -> Any:
+    for each in repeat(loader):
+        yield from each
+
+
+def main(root: str, kind: str, context: str) -> Any:
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context, "persistent_workers": True}
+    loader: Any
+    if kind == "stateful":
+        loader = StatefulDataLoader(Numbers(), batch_size=2, worker_init_fn=outlast_signals, **workers)
+    else:
+        loader = resumable(DataLoader(Numbers(), batch_sampler=ResumableSampler(8, 2), **workers))
+    weight = torch.zeros(3)
+    batches = endless(loader)
+    with ckptlib.Checkpointer(root, {"weight": weight, "data": loader}, every=10**9) as ckpt:
+        for step in ckpt.loop(ckpt.restore().step, 20 if kind == "ending" else 10**9):
+            weight += next(batches).sum()
+            if step == 10:
+                print("training", flush=True)
+    return batches
+
+
+if __name__ == "__main__":
+    held = main(*sys.argv[1:])
+    print("ended", flush=True)
