@@ -56,6 +56,8 @@ class Steps:
         self._called = threading.Lock()
         self._took_slot = False
         """Whether `save` has taken a slot since the ranks said which they have."""
+        self._waited_within_s = 0.0
+        """Waited at the fence within `done`, all in all: that counts as time of `done` already."""
 
     @property
     def has_saved(self) -> bool:
@@ -64,7 +66,7 @@ class Steps:
 
     def done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         """Saves if all ranks have agreed that a save is due, and says what this rank wants of the next step."""
-        waited_s, stopwatch, failed = self._fence.waited_s, self._session.stopwatch, True
+        waited_s, stopwatch, failed = self._fence.waited_s - self._waited_within_s, self._session.stopwatch, True
         try:
             stopwatch.begin_step(step, waited_s)
             self._turns.profile.begin()
@@ -79,6 +81,7 @@ class Steps:
             self.metrics.clear()
             raise
         finally:
+            self._waited_within_s = self._fence.waited_s - waited_s
             stopwatch.end_step(step, failed)
 
     @contextmanager

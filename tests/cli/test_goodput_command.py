@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.commands import Ckptlib
+from helpers.inside import stager_of
+from helpers.stage import held
 from places import ROOT
 
 import ckptlib as library
@@ -50,6 +54,26 @@ def test_a_run(ckptlib: Ckptlib, root: Path) -> None:
     assert shown.code == 0
     assert "failures: none" in shown.out
     assert "10 to 20" in shown.out
+
+
+def test_a_wait_for_a_last_copy_counts_once(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    """Each loop of several waits, within `after_step`, for the copy of its last step."""
+    weight = torch.nn.Parameter(torch.zeros(2**15))
+    optim = torch.optim.SGD([weight], lr=0.1)
+    with library.Checkpointer(tmp_path / "root", {"weight": weight, "optim": optim}, every=10) as ckpt:
+        ckpt.restore()
+        began = time.monotonic()
+        for step in range(3):
+            with held(stager_of(ckpt)) as gate:
+                threading.Timer(0.2, gate.set).start()
+                for _ in ckpt.loop(step, step + 1):
+                    weight.sum().backward()
+                    optim.step()
+        took_s = time.monotonic() - began
+        assert ckpt.fence_waited_s > 0.2
+    found = ckptlib("goodput", tmp_path / "root", "--json").json
+    assert [(start["first"], start["last"]) for start in found["starts"]] == [(0, 3)]
+    assert found["seconds"]["stalled"] < took_s
 
 
 def test_a_host_that_was_lost_with_its_writer(ckptlib: Ckptlib, root: Path) -> None:
