@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """Files without which Trainer takes a directory for no checkpoint."""
 
+IN_ONE_FILE = 2**62
+"""Bytes. For a model of peft, Trainer takes an index for no weights, and asks for the files of an adapter."""
+
 
 class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
     """Saves model, optimizer, scheduler and the random state of every rank, beside the training, as `every` says.
@@ -69,7 +72,14 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
                 save = step_of(folder)
                 if save is not None and not any((folder / name).exists() for name in WEIGHTS):
                     root, options = self._root or folder.parent / ROOT, self._options.get("storage_options")
-                    export(*(root, folder, str(save)), format=HF, only="model", strip="model/", storage_options=options)
+                    export(
+                        *(root, folder, str(save)),
+                        format=HF,
+                        only="model",
+                        strip="model/",
+                        max_shard_size=IN_ONE_FILE,
+                        storage_options=options,
+                    )
             except UNREADABLE as error:
                 log.error("%s cannot be resumed from and is skipped: %s", folder, error)
                 failed = failed or error

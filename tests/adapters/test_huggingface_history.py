@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from hf_job import Settled  # noqa: E402
 
 from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin  # noqa: E402
+from ckptlib.exporting.export import export  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +112,13 @@ def test_a_training_that_was_begun_anew(tmp_path: Path) -> None:
     train(tmp_path, "ours", 8, False)
     train(tmp_path, "ours", 4, False)
     assert train(tmp_path, "ours", 6, True) == 4
+
+
+def test_weights_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large they are: for a model of peft, Trainer takes an index for no weights, and raises."""
+    assert export.__kwdefaults__["max_shard_size"] == "5GB"
+    monkeypatch.setitem(export.__kwdefaults__, "max_shard_size", "8B")
+    train(tmp_path, "callback", 4, False)
+    assert train(tmp_path, "callback", 6, True) == 4
+    names = [path.name for path in (tmp_path / "checkpoint-4").iterdir() if "safetensors" in path.name]
+    assert names == ["model.safetensors"]
