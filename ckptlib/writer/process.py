@@ -279,8 +279,7 @@ class WriterProcess:
             self._fail(save, error, drains)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
             return
-        nbytes = part.nbytes_put
-        seconds = time.monotonic() - began
+        nbytes, seconds = part.nbytes_put, time.monotonic() - began
         total = part.table.nbytes_data
         log.info("step %d: %d bytes persisted in %.3f s, for a share of %d bytes", save.step, nbytes, seconds, total)
         told = {"save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes, "began": began}
