@@ -10,6 +10,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from helpers.half_dropped import dropped_by_halves
 from helpers.registry import close_sessions
 from helpers.same import same
-from launch import fork_one, forked
+from launch import environment, fork_one, forked
 from places import WORKERS
 
 import ckptlib
@@ -147,6 +149,18 @@ def test_two_ranks_killed_and_resumed(tmp_path: Path, whole_of_two: dict[str, An
     steps = steps_of(tmp_path / "run")
     assert (len(steps), steps[-1]) == (2, 14), (steps, checkpoints(tmp_path / "run"))
     assert {f"checkpoint-{step}" for step in steps} == {*checkpoints(tmp_path / "run")}
+
+
+def test_all_processes_are_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """As Slurm does: a data loader whose workers die has Trainer raise, before the step is saved."""
+    asked = {"how": "group", "dataloader_num_workers": 2}
+    given = [tmp_path / "run", STEPS, 7, tmp_path / "run.pt", "ours", json.dumps(asked)]
+    command = [sys.executable, WORKERS / "hf_job.py", *given]
+    job = subprocess.run(
+        [*map(str, command)], env=environment(), start_new_session=True, capture_output=True, text=True
+    )
+    assert job.returncode == EXIT_PREEMPTED, job.stderr
+    assert_same_end(here(tmp_path / "run"), whole)
 
 
 def test_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:

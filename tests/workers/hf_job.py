@@ -5,9 +5,9 @@
 `whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
 
 JSON: arguments of TrainingArguments; "resume" for `train` ("last or True": by a callback, in a run that must resume),
-"options" for `ckptlib_options`, "every" for the callback, "how" for what happens at the step: "kill", "term", "stop",
-"break" or "raise"; "fsdp2": true; "own_disks": true for an output directory of each rank, and the steps in that of the
-first one.
+"options" for `ckptlib_options`, "every" for the callback, "how" for what happens at the step: "kill", "term", "group"
+(SIGTERM to the workers of data loaders as well), "stop", "break" or "raise"; "fsdp2": true; "own_disks": true for an
+output directory of each rank, and the steps in that of the first one.
 
 Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -96,7 +97,10 @@ class Hurt(TrainerCallback):
             return
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "term":
+        if self.how == "group":
+            assert os.getpgrp() == os.getpid()
+            subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
+        elif self.how == "term":
             if state.is_world_process_zero:
                 os.kill(os.getpid(), signal.SIGTERM)
         elif self.how == "stop":
