@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ def writers() -> set[str]:
 
 
 def open_slots() -> int:
+    gc.collect()  # what a closed session had goes with it, whenever that is collected
     links = (Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
     return sum(link.is_symlink() and ".slot" in os.readlink(link) for link in links)
 
