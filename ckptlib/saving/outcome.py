@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class Outcomes:
         """Of the writer, still to be noted."""
         self._open: dict[str, Outcome] = {}
         """By save: the outcomes that are still to come."""
+        self._asked_for: weakref.WeakSet[Outcome] = weakref.WeakSet()
+        """Those that somebody may ask for."""
         self.run = FailureRun(max_outage_s)
         """Saves that failed in a row, as far as this rank knows."""
         self._told_waiting: str | None = None
@@ -103,6 +106,7 @@ class Outcomes:
     def expect(self, outcome: Outcome) -> None:
         """From now on the writer may tell of it."""
         self._open[str(outcome.save)] = outcome
+        self._asked_for.add(outcome)
 
     def drain(self, outcome: Outcome) -> None:
         """Of a save that is on the disks of all ranks, and goes to the store after all."""
@@ -110,6 +114,11 @@ class Outcomes:
         self._writer.drain(outcome.save)
         if outcome.callbacks:
             self._want(outcome)
+
+    def may_be_asked(self) -> bool:
+        """Whether somebody may still ask what became of a save, and this rank does not know."""
+        self.poll()
+        return not all(outcome.decided for outcome in self._asked_for)
 
     def forget(self, save: SaveId, error: Exception) -> bool:
         """A save that this rank found out about by itself. Returns whether it was still open."""

@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Protocol
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 Key = tuple[str, dist.ProcessGroup | None]
 
+MAX_OPEN = 4
+"""Roots over one process group whose sessions stay open. Each has a writer process, and slots as large as the state."""
+
 LEFT_TIMEOUT = TIMEOUT / 2
 """How long saves of a process group that is gone are waited for: ranks that have none wait for the others meanwhile."""
 
@@ -49,7 +53,10 @@ class Registry:
 
     def __init__(self) -> None:
         self.groups: dict[dist.ProcessGroup | None, Group] = {}
-        self.sessions: dict[Key, Session] = {}
+        self.sessions: OrderedDict[Key, Session] = OrderedDict()
+        """The one that was used last is the last."""
+        self._places: dict[Key, SaveId | None] = {}
+        """Of sessions that were closed since others are used: `Session.place`."""
         self.loads: dict[Key, Loads] = {}
         """Since the last save."""
         self.keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
@@ -94,7 +101,7 @@ class Registry:
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         before, loads, origin = self.sessions.get(key), self.loads.get(key), None
         session = None if before is None or before.closed else before
-        place = None if before is None else before.place
+        place = self._places.pop(key, None) if before is None else before.place
         if session is not None and session.group.any({**session.settings.options} != {**(options or {})}):
             session.close(SAVE_DEADLINE, clean=True)
             session = None
@@ -115,13 +122,27 @@ class Registry:
                 session = None
         if session is None:
             self._close_at_exit()
+            self._close_unused(key)
             own = copy.deepcopy({**(options or {})})  # the caller may change theirs before the next save
             settings = Settings(url=url, options=own, codec=codec, keep=keep, tags=tags or {})
             session = self.sessions[key] = Session(settings, over)
             session.lineage.resumed_from = origin
             session.follows = origin or place
+        self.sessions.move_to_end(key)
         self.loads.pop(key, None)
         return session
+
+    def _close_unused(self, key: Key) -> None:
+        """Before one is opened: of the others over its ranks, all but those that were used last. One stays where
+        somebody may still ask what became of a save, since a rank that does not commit would not hear of it any more.
+        Collective.
+        """
+        others = [other for other in self.sessions if other[1] == key[1] and other != key]
+        for other in others[: max(len(others) + 1 - MAX_OPEN, 0)]:
+            session = self.sessions[other]
+            if session.closed or not session.group.any(session.outcomes.may_be_asked()):
+                self._places[other] = session.place
+                self._close_sessions([other], SAVE_DEADLINE)
 
     def newest_step(self, url: str, over: dist.ProcessGroup | None) -> int | None:
         """The last step that this process saved to a root; None where it has saved none."""
@@ -161,7 +182,7 @@ class Registry:
     def begin_in_child(self) -> None:
         """A forked process begins without any: its parent's are neither its own to use nor to close."""
         self._left_alone.append((*self.groups.values(), *self.sessions.values(), *self.keepers))
-        for kept in (self.groups, self.sessions, self.loads, self.keepers):
+        for kept in (self.groups, self.sessions, self._places, self.loads, self.keepers):
             kept.clear()
 
     def _close_at_exit(self) -> None:

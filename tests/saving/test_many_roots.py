@@ -1,0 +1,74 @@
+"""A process that saves to one root after the other keeps a writer and slots for the last few of them only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+from launch import fork_ranks
+
+import ckptlib
+import ckptlib.dcp as dcp
+from ckptlib.saving.registry import MAX_OPEN
+
+STATE = {"w": torch.arange(4.0)}
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_sessions()
+
+
+def writers() -> set[str]:
+    """Processes that the main thread has started, and that were not waited for."""
+    return set(Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text().split())
+
+
+def steps(url: object) -> list[int]:
+    return [info.step for info in ckptlib.checkpoints(str(url))]
+
+
+def test_as_in_the_tutorial_of_dcp(tmp_path: Path) -> None:
+    """No step is told there, so each is a root of its own."""
+    before = writers()
+    saved = None
+    for step in range(MAX_OPEN + 3):
+        if saved is not None:
+            saved.result()
+        saved = dcp.async_save({"w": torch.full((4,), float(step))}, checkpoint_id=tmp_path / f"checkpoint_step{step}")
+        assert len(writers() - before) <= MAX_OPEN
+    assert saved is not None
+    saved.result()
+    for step in range(MAX_OPEN + 3):
+        loaded = {"w": torch.zeros(4)}
+        dcp.load(loaded, checkpoint_id=tmp_path / f"checkpoint_step{step}")
+        assert loaded["w"].eq(step).all()
+
+
+def test_roots_that_are_used_in_turns_stay_open(tmp_path: Path) -> None:
+    for step in range(1, 4):
+        for n in range(MAX_OPEN):
+            ckptlib.save(tmp_path / str(n), STATE, step)
+    for n in range(MAX_OPEN):
+        assert len([*(tmp_path / str(n) / "generations").glob("*.json")]) == 1
+
+
+def test_one_that_was_closed_is_gone_on_with(tmp_path: Path) -> None:
+    """Its place is known, also where the state does not tell what was loaded into it: that is no reason to go back."""
+    ckptlib.save(tmp_path / "first", {"n": 1}, 1)
+    ckptlib.save(tmp_path / "first", {"n": 2}, 2)
+    for n in range(MAX_OPEN):
+        ckptlib.save(tmp_path / str(n), STATE, 1)
+    ckptlib.load(tmp_path / "first", {"n": 0}, step=1)
+    ckptlib.save(tmp_path / "first", {"n": 3}, 3)
+    assert steps(tmp_path / "first") == [1, 2, 3]
+
+
+def test_what_became_of_a_save_is_told_on_all_ranks(tmp_path: Path) -> None:
+    output = fork_ranks("many_roots.py", 2, tmp_path, timeout_s=120)
+    assert output.count("all told") == 2, output
