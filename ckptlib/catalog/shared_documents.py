@@ -197,8 +197,11 @@ class SharedDocuments:
         except (CorruptData, FormatError) as error:  # before its first step a root has no copy
             if isinstance(error, NewerFormat) or self.store.scan(keys.STEPS):
                 raise
-            told = f"{error}. The root has no step yet: delete {self.store.url}/{keys.ROOT}, and start the job again"
-            raise type(error)(told) from error
+            raise type(error)(
+                f"{error}. The root has no step yet: delete {self.store.url}/{keys.ROOT}, and start the job again. But "
+                f"if local= holds steps already, put the {keys.ROOT} of that directory in its place: with a new one "
+                "the job does not find them"
+            ) from error
         if keys.ROOT in self._told:
             self._put_again(keys.ROOT, self.document_at(keys.ROOT, keys.copy_key(keys.ROOT)))
             self._told.discard(keys.ROOT)
