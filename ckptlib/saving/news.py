@@ -30,9 +30,9 @@ class News:
         """Leaves rank 0's events as notices; other ranks' events stay their own. Of each save the first word counts: a
         writer in the place of one that hung says nothing of what that one left in doubt."""
         if self._rank == 0 and event["event"] in ("committed", "failed") and event["save"] not in self._ended:
-            self._ended.append(event["save"])
             told = {name: str(event[name])[:most] for name, most in TOLD.items() if name in event}
             self._notices.leave(json.dumps(told))
+            self._ended.append(event["save"])  # not before: after Ctrl-C within, the event comes again
 
     def of(self, save: str) -> Mapping[str, object] | None:
         """The event by which a save came to its end, if rank 0 has told so. Returns at once."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from launch import fork_ranks
 
@@ -55,6 +56,30 @@ def test_of_each_save_the_first_word_counts() -> None:
         rank0.tell({"event": "committed", "save": str(number)})
         assert heard(rank1, str(number))
         assert "in_doubt" in (rank1.of("a") or {"in_doubt": "the notice is gone"})
+    for rank in (rank0, rank1):
+        rank.close()
+
+
+class Interrupted:
+    """An error whose text Ctrl-C interrupts once."""
+
+    def __init__(self) -> None:
+        self._again = False
+
+    def __str__(self) -> str:
+        if not self._again:
+            self._again = True
+            raise KeyboardInterrupt
+        return "no space"
+
+
+def test_a_word_that_was_interrupted_is_told_as_its_event_comes_again() -> None:
+    rank0, rank1 = ranks()
+    event = {"event": "failed", "save": "a", "kind": "SaveFailed", "error": Interrupted()}
+    with pytest.raises(KeyboardInterrupt):
+        rank0.tell(event)
+    rank0.tell(event)
+    assert heard(rank1, "a")["error"] == "no space"
     for rank in (rank0, rank1):
         rank.close()
 
