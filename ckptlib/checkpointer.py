@@ -337,8 +337,8 @@ class Checkpointer:
         are saved without overlap from then on. And call it before you move the state off a device to have its memory:
         from one save to the next, what was copied is kept at hand. The next save looks all of it up again.
         """
+        self._session.forget_tensors()  # first: a snapshot whose begin was interrupted fails there, and is waited for
         self._fence.drain()
-        self._session.forget_tensors()
 
     @property
     def stopping(self) -> bool:

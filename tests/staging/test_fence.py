@@ -200,6 +200,19 @@ def test_drained_behind_a_save_that_was_interrupted_as_it_began(tmp_path: Path) 
         ckpt.save(2).wait_committed(150.0)
 
 
+def test_drained_behind_a_step_whose_save_was_interrupted_as_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fence is closed for it, and nobody lets it go on."""
+    monkeypatch.setattr("ckptlib.staging.fence.DRAIN_TIMEOUT_S", 5.0)
+    with ckptlib.Checkpointer(tmp_path, {"w": torch.ones(100)}, every=1, arena=tmp_path) as ckpt:
+        with interrupted_at("Steps._warn_of_metrics"):
+            ckpt.after_step(1)
+        ckpt.drain()
+        assert not pending_of(fence_of(ckpt))
+        ckpt.save(2).wait_committed(150.0)
+
+
 def test_hooks_of_others_stay_as_they_are() -> None:
     fence, optimizer, seen = Fence(), make_optimizer(), []
     optimizer.register_step_pre_hook(lambda *args: seen.append(args))
