@@ -112,8 +112,8 @@ def _is_copy(piece: torch.Tensor, found: torch.Tensor) -> bool:
 def _meeting(wants: Sequence[TensorWant]) -> Iterator[list[Span]]:
     """Spans of several wants of which each overlaps with another."""
     at = [(n, m, piece) for n, want in enumerate(wants) for m, (_, piece) in enumerate(want.pieces)]
-    begins = np.array([piece.data_ptr() for _, _, piece in at], np.int64)
-    ends = begins + np.array([_extent(piece) for _, _, piece in at], np.int64)
+    begins = np.array([piece.data_ptr() for _, _, piece in at], np.uint64)  # Intel's GPUs have addresses beyond int64
+    ends = begins + np.array([_extent(piece) for _, _, piece in at], np.uint64)
     order = np.argsort(begins, kind="stable")
     reach = np.maximum.accumulate(ends[order])
     cuts = np.flatnonzero(begins[order][1:] >= reach[:-1]) + 1

@@ -156,3 +156,17 @@ def test_those_that_share(drawn: list[Any]) -> None:
     assert bool(apart) == bool(share)
     for n, want in enumerate(wants):
         assert (read[n] is want) == (want.name not in {each.into.name for each in apart})
+
+
+class Far(torch.Tensor):
+    """A tensor whose memory seems to begin where that of an Intel GPU does."""
+
+    def data_ptr(self) -> int:
+        return super().data_ptr() % 2**40 + 0xFF00_0000_0000_0000
+
+
+def test_addresses_beyond_int64() -> None:
+    flat = torch.zeros(9).as_subclass(Far)
+    laid_out = {"low": flat[:5], "high": flat[4:], "alone": torch.zeros(3).as_subclass(Far)}
+    _, apart = set_apart([Want(name, ((Box.whole(tuple(t.shape)), t),)) for name, t in laid_out.items()])
+    assert {each.read.name: each.others for each in apart} == {"low": ("high",), "high": ("low",)}
