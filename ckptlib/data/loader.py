@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ckptlib.data.worker_signals import begin_worker
+from ckptlib.data.worker_signals import begin_worker, blocked_in_workers
 from ckptlib.errors import StateError
 
 
@@ -41,7 +41,8 @@ class ResumableLoader(ABC):
         # By default torch would draw the seed of the workers from the global generator: one draw per epoch, and one
         # more in an epoch that is resumed.
         self.loader.generator = torch.Generator().manual_seed(self._seed())
-        batches = iter(self.loader)
+        with blocked_in_workers(self.loader):
+            batches = iter(self.loader)
         self._skip(batches)
         while True:
             if self._current is not current:

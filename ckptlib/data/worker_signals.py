@@ -9,9 +9,17 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 from ckptlib.policy.stop_signal import TOLD_BY
+
+CAN_WAIT = hasattr(signal, "sigwaitinfo")
+"""macOS has none."""
 
 
 def outlast_signals(worker: int) -> None:
@@ -20,7 +28,7 @@ def outlast_signals(worker: int) -> None:
     `resumable` gives it to its loader. Both signals are blocked in what the worker starts by `subprocess`.
     """
     trainer = multiprocessing.parent_process()
-    if trainer is not None and trainer.pid is not None and hasattr(signal, "sigwaitinfo"):  # macOS has none
+    if trainer is not None and trainer.pid is not None and CAN_WAIT:
         signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY)
         threading.Thread(target=_heed, args=(trainer.pid,), name="ckptlib-worker", daemon=True).start()
 
@@ -38,3 +46,22 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
     outlast_signals(worker)
     if then is not None:
         then(worker)
+
+
+@contextmanager
+def blocked_in_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """While they start. A worker that is spawned imports numpy before its `worker_init_fn` runs: numpy's threads have
+    blocked only what was blocked before, and one that has not would take the signal, and end the worker.
+
+    A forkserver that starts now outlasts the signals, too.
+    """
+    if not (loader.num_workers and CAN_WAIT):
+        yield
+        return
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # workers need it, and it unblocks SIGTERM in this thread as it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -31,7 +31,9 @@ def start(root: Path, kind: str, context: str) -> subprocess.Popen[str]:
     [
         ("ours", "fork", signal.SIGTERM),
         ("stateful", "fork", signal.SIGUSR1),
-        pytest.param("ours", "spawn", signal.SIGTERM, marks=pytest.mark.slow),
+        ("ours", "spawn", signal.SIGTERM),
+        pytest.param("ours", "spawn", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("ours", "forkserver", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("stateful", "fork", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

@@ -7,6 +7,7 @@ or "ending", which is ours, and ends by itself while an iterator with workers is
 from __future__ import annotations
 
 import sys
+import threading
 from itertools import repeat
 from typing import Any
 
@@ -50,6 +51,8 @@ def main(root: str, kind: str, context: str) -> Any:
     return batches
 
 
+if __name__ == "__mp_main__":  # a worker that was spawned: as numpy starts threads where it has several cores
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 if __name__ == "__main__":
     held = main(*sys.argv[1:])
     print("ended", flush=True)
