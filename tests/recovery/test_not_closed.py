@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from helpers.registry import forget_session, session_at
 from helpers.writers import stop, until
 
 import ckptlib
-from ckptlib.errors import Superseded
+from ckptlib.errors import Superseded, WaitTimeout
+from ckptlib.staging import stager
 from ckptlib.staging.arena import OPEN
 
 
@@ -125,6 +127,28 @@ def test_the_next_one_waits_for_save_async(tmp_path: Path) -> None:
     forget_session(tmp_path)
 
 
+def test_a_save_that_does_not_end_is_waited_for_no_longer_than_any_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy hangs, as where the file system of the slots does. A restore that went on would take an older step."""
+    go_on, seal = threading.Event(), stager._seal
+
+    def hang(staging: stager.Staging) -> None:
+        assert go_on.wait(WAIT_S)
+        seal(staging)
+
+    first = ckptlib.Checkpointer(tmp_path, {"w": torch.ones(1000)}, every=10**6, save_deadline=timedelta(seconds=2))
+    monkeypatch.setattr(stager, "_seal", hang)
+    first.save(1)
+    state = a_state()
+    with ckptlib.Checkpointer(tmp_path, state, every=10**6) as second:
+        with pytest.raises(WaitTimeout, match=r"still writes step 1, which has not ended within 3 s: .*Nothing was"):
+            second.restore()
+        assert not state["w"].any()  # type: ignore[attr-defined]
+    go_on.set()
+    session_of(first).close(timedelta(0), clean=False)
+
+
 @pytest.mark.parametrize("place", ["Stager.begin", "Stager.copy", "Steps._warn_of_metrics"])
 def test_the_next_one_waits_for_no_save_whose_begin_was_interrupted(tmp_path: Path, place: str) -> None:
     """As by Ctrl-C in a notebook, whose traceback keeps the first one. No such save ever ends by itself."""
@@ -139,6 +163,9 @@ def test_what_an_open_one_has_in_memory_only_is_told(tmp_path: Path, caplog: pyt
     peers = ckptlib.Peers(copies=0)
     first = ckptlib.Checkpointer(tmp_path, {"w": torch.ones(1000)}, every=10**6, peers=peers)
     first.save(1).wait_committed(WAIT_S)
+    with ckptlib.Checkpointer(tmp_path, a_state(), every=10**6, peers=peers) as second:
+        assert second.restore().step == 1
+    assert "in memory only" not in caplog.text, "the store has it"
     first.after_step(2)
     first.after_step(3)
     until(lambda: not settling(first))
