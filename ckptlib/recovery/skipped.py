@@ -24,13 +24,14 @@ class Skipped:
         self.told: list[str] = []
         """Each, with its problem."""
         self._lost: type[CkptError] = CorruptData
-        self._newer, self._absent = False, True
+        self._newer, self._absent, self._in_memory = False, True, True
 
     def add(self, candidate: Candidate, error: CkptError) -> None:
         """This one could not be used."""
         self.told.append(f"step {candidate.save} in {candidate.where}: {error}")
         self._newer = self._newer or isinstance(error, NewerFormat)
         self._absent = self._absent and problem(error) == LACKS
+        self._in_memory = self._in_memory and candidate.snapshot is not None
         if isinstance(error, ObjectUnreadable):
             self._lost = ObjectUnreadable
 
@@ -53,5 +54,10 @@ class Skipped:
                 f"{url}: nothing is damaged, but every step lacks objects. Was all of the root copied here, and has "
                 f"the copy ended? {why}"
             )
-        what = "every step is damaged" if self._lost is CorruptData else "no step can be read"
-        return self._lost(f"{url}: {what}: {why}")
+        if self._lost is ObjectUnreadable:
+            return ObjectUnreadable(f"{url}: no step can be read: {why}")
+        anew = f"`ckptlib slots {url} --clean` on each host" if self._in_memory else "another root"
+        return CorruptData(
+            f"{url}: every step is damaged: {why}. Nothing was restored, and nothing is deleted: each start of this "
+            f"job ends here. Put back a copy of the root, if there is one; to begin anew, {anew}"
+        )

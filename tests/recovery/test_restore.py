@@ -6,6 +6,7 @@ Hosts that are lost are in tests/peers.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 import threading
@@ -23,7 +24,8 @@ from rankthreads import run_ranks
 from torch import nn
 
 import ckptlib
-from ckptlib.errors import CheckpointNotFound, ObjectUnreadable, StateMismatch
+from ckptlib.cli import app as cli
+from ckptlib.errors import CheckpointNotFound, CorruptData, ObjectUnreadable, StateMismatch
 from ckptlib.format.keys import SaveId
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import Group
@@ -253,6 +255,29 @@ def test_a_slot_of_which_a_read_was_altered_on_the_way_is_read_again(
     assert (report.step, report.tier, len(report.skipped)) == (3, *(("memory", 0) if reads == 1 else ("store", 1)))
     assert torch.equal(found, torch.full((3000,), 3.0))
     assert "retrying step" in caplog.text
+
+
+def test_a_job_whose_only_step_is_damaged_in_memory_is_told_how_to_begin_anew(tmp_path: Path) -> None:
+    """No start of it would come any further, whatever starts it again."""
+    root, state = tmp_path / "root", {"w": torch.full((3000,), 3.0)}
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    ckpt = ckptlib.Checkpointer(root, state, every=1000, peers=peers, arena=tmp_path)
+    ckpt.save(3).wait_committed(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    for objects in ("steps", "parts"):
+        shutil.rmtree(root / objects)
+    (slot,) = tmp_path.glob("*.slot")
+    flip_bit(slot, PAGE_BYTES + 1000)
+    for _ in range(2):
+        with checkpointer(root, state, tmp_path) as ckpt, pytest.raises(CorruptData) as raised:
+            ckpt.restore()
+        assert "every step is damaged" in str(raised.value)
+    arguments = re.search("to begin anew, `ckptlib (.*)` on each host$", str(raised.value))
+    assert arguments is not None
+    with pytest.raises(SystemExit, match="0"):
+        cli.run([*arguments[1].split(), "--arena", str(tmp_path)])
+    with checkpointer(root, state, tmp_path) as ckpt:
+        assert ckpt.restore().step == 0
 
 
 def left_in_part(arena: Path, step: int) -> None:
