@@ -6,9 +6,11 @@ and `match_optimizers` know DTensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,19 +96,39 @@ def leaf_of(
 ) -> Leaf | None:
     """The tensor as this rank holds it, or None when it stands outside of the tensor's mesh."""
     if isinstance(tensor, Sharded):
-        local = _checked(tensor.tensor, name)
-        box = Box(tuple(tensor.offset), tuple(local.shape))
-        if len(tensor.shape) != box.ndim or not box.within(Box.whole(tensor.shape)):
-            raise UnsupportedState(f"{name}: Sharded box {box} is not inside a tensor of shape {tuple(tensor.shape)}")
+        local, box, shape = _cut_by_hand(tensor, name)
         pieces = ((box, local),) if box.numel else ()
-        return Leaf(
-            name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner, frozen=_is_frozen(tensor.tensor)
-        )
+        return Leaf(name, dtype_name(local), shape, ByHand(), pieces, owner, frozen=_is_frozen(tensor.tensor))
     if isinstance(tensor, DTensor):
         if per_rank:
             raise UnsupportedState(f"{name}: a DTensor cannot be PerRank; give tensor.to_local()")
         return _leaf_of_dtensor(tensor, name, owner)
     return leaf_of_plain(_checked(tensor, name), name, per_rank, owner)
+
+
+def _cut_by_hand(tensor: Sharded, name: str) -> tuple[torch.Tensor, Box, tuple[int, ...]]:
+    """What is there, its box, and the shape of the whole."""
+    local = _checked(tensor.tensor, name)
+    offset, shape = _integers(tensor.offset, name, "offset"), _integers(tensor.shape, name, "shape")
+    if not len(offset) == len(shape) == local.dim():
+        raise UnsupportedState(
+            f"{name}: Sharded of a tensor of {local.dim()} dims has offset {offset} and shape {shape}; give a number "
+            "for each dim"
+        )
+    box = Box(offset, tuple(local.shape))
+    if not box.within(Box.whole(shape)):
+        raise UnsupportedState(f"{name}: Sharded box {box} is not inside a tensor of shape {shape}")
+    return local, box, shape
+
+
+def _integers(given: Sequence[SupportsIndex], name: str, what: str) -> tuple[int, ...]:
+    """As Python's own, which documents are made of: numpy's and torch's do as well."""
+    try:
+        if not any(isinstance(number, bool) for number in given):
+            return tuple(map(index, given))
+    except TypeError:  # it holds others, or is no sequence
+        pass
+    raise UnsupportedState(f"{name}: Sharded has {what} {given!r}; give a tuple of integers, one for each dim")
 
 
 def leaf_of_plain(
@@ -214,8 +236,10 @@ PLAIN = (torch.Tensor, nn.Parameter)
 
 def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
     """Raises UnsupportedState for a kind of tensor of which not even the shape or address can be asked."""
-    if not isinstance(tensor, DTensor):
-        _checked(tensor.tensor if isinstance(tensor, Sharded) else tensor, name)
+    if isinstance(tensor, Sharded):
+        _cut_by_hand(tensor, name)
+    elif not isinstance(tensor, DTensor):
+        _checked(tensor, name)
 
 
 def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -7,10 +7,12 @@ import itertools
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -307,7 +309,23 @@ def test_sharded_by_hand() -> None:
     (leaf,) = flatten({"s": Sharded(torch.ones(2, 3), (4, 0), (6, 3))}).leaves
     assert (leaf.shape, leaf.held, leaf.pieces[0][0]) == ((6, 3), ByHand(), Box((4, 0), (2, 3)))
     for offset, shape in [((5, 0), (6, 3)), ((0,), (6, 3)), ((0, 0), (6,)), ((-1, 0), (6, 3))]:
-        with pytest.raises((UnsupportedState, ValueError)):
+        with pytest.raises(UnsupportedState, match=r"^s: Sharded "):
+            flatten({"s": Sharded(torch.ones(2, 3), offset, shape)})
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor, lambda numbers: [*map(np.int32, numbers)]])
+def test_integers_of_other_libraries(of: Callable[[Sequence[int]], Any]) -> None:
+    """Documents are made of Python's."""
+    (leaf,) = flatten({"s": Sharded(torch.ones(2, 3), of((4, 0)), of((6, 3)))}).leaves
+    ((box, _),) = leaf.pieces
+    assert (leaf.shape, box) == ((6, 3), Box((4, 0), (2, 3)))
+    assert {*map(type, (*leaf.shape, *box.offset))} == {int}
+
+
+@pytest.mark.parametrize("numbers", [(2.0, 3), (np.float64(2), 3), (True, 3), (None, 3), 2, "23"], ids=repr)
+def test_what_is_no_box(numbers: Any) -> None:
+    for offset, shape in [((0, 0), numbers), (numbers, (9, 9))]:
+        with pytest.raises(UnsupportedState, match=r"^s: Sharded has (shape|offset) .*; give a tuple of integers"):
             flatten({"s": Sharded(torch.ones(2, 3), offset, shape)})
 
 
