@@ -180,8 +180,8 @@ def load(
             `state` is left alone.
     optional: names, path prefixes or patterns that only one side may have, such as "config/*": left as they are, with a
             warning, and listed in the report. What both sides have is loaded, and must fit.
-    cast:   allow a target's dtype to differ from the saved one. It is never converted silently. The moments of torch's
-            optimizers take the dtype of their parameters.
+    cast:   allow a target's dtype to differ from the saved one. It is never converted silently, and complex numbers are
+            not converted to real ones. The moments of torch's optimizers take the dtype of their parameters.
     random: restore the RNG state, too, whatever `only` says.
     device: where to allocate parameters and buffers that are on the meta device. Default: the device of the DTensor's
             mesh, else that of torch.set_default_device, else the accelerator, else the host. Use "cpu" for FSDP2 with

@@ -36,7 +36,7 @@ from ckptlib.reading.opened import CheckpointReader
 from ckptlib.reading.opened import open as open_step
 from ckptlib.reading.reader import Want
 from ckptlib.staging.fence import wait_for_copies
-from ckptlib.state.leaf import dtype_name
+from ckptlib.state.leaf import dtype_name, is_converted, torch_dtype
 
 
 class StorageReader(TorchStorageReader):
@@ -173,12 +173,14 @@ class StorageReader(TorchStorageReader):
             raise StateMismatch(
                 f"{item.dest_index.fqn}: the planner asks for {list(item.lengths)} and gives {list(target.shape)}"
             )
-        if dtype_name(target) != spec.dtype and not self._cast:
+        dtype = torch_dtype(spec.dtype)
+        if dtype != target.dtype and not (self._cast and is_converted(dtype, target.dtype)):
+            allow = "cast=True does not" if self._cast else "or allow it: StorageReader(..., cast=True)"
             raise StateMismatch(
                 f"{item.dest_index.fqn}: target is {dtype_name(target)}, checkpoint has {spec.dtype}; convert the "
-                "target, or allow it: StorageReader(..., cast=True)"
+                f"target, {allow}"
             )
-        itemsize = torch.empty((), dtype=getattr(torch, spec.dtype)).element_size()
+        itemsize = dtype.itemsize
         for part in Box.whole(item.lengths).split(BATCH_BYTES // itemsize):
             if part.numel:
                 offset = tuple(a + b for a, b in zip(item.storage_offsets, part.offset, strict=True))

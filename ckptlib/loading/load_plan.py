@@ -30,6 +30,7 @@ from ckptlib.state.leaf import (
     Plain,
     Sharded,
     dtype_name,
+    is_converted,
     is_elsewhere,
     leaf_of,
     local_of,
@@ -269,10 +270,11 @@ class LoadPlan:
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
         if leaf is None:
             return
-        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not cast):
-            self.mismatch(
-                f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
-            )
+        converts = cast and is_converted(torch_dtype(entry.dtype), torch_dtype(leaf.dtype))
+        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not converts):
+            why = "; cast=True does not convert these dtypes" if cast and not converts else ""
+            here, there = f"{leaf.dtype}{list(leaf.shape)}", f"{entry.dtype}{list(entry.shape)}"
+            self.mismatch(f"{name}: target is {here}, checkpoint has {there}{why}")
             return
         first = self._filled.get(id(tensor))
         if first is None:

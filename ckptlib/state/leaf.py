@@ -310,6 +310,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+@lru_cache(maxsize=256)
+def is_converted(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether torch makes the one of the other; it does of complex numbers, too, and drops their imaginary parts."""
+    if saved == wanted or (saved.is_complex and not wanted.is_complex):
+        return saved == wanted
+    try:
+        torch.empty(1, dtype=wanted, device="cpu").copy_(torch.empty(1, dtype=saved, device="cpu"))
+    except NotImplementedError:  # for float4, say
+        return False
+    return True
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """torch's name without the module: "bfloat16"."""
     return _name_of(tensor.dtype)

@@ -158,7 +158,8 @@ def test_a_key_without_a_character(tmp_path: Path, saves: str) -> None:
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
-    dcp.save({"w": torch.full((2, 3), 1.5), "n": 3}, checkpoint_id=tmp_path / "step-1")
+    saved = {"w": torch.full((2, 3), 1.5), "n": 3, "c": torch.ones(2, dtype=torch.complex64)}
+    dcp.save(saved, checkpoint_id=tmp_path / "step-1")
     with pytest.raises(CheckpointException, match="Missing key"):
         torch_dcp.load({"v": torch.zeros(2)}, storage_reader=dcp.StorageReader(tmp_path / "step-1"))
     with pytest.raises(CheckpointException, match="Size mismatch"):
@@ -169,6 +170,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert half["w"].eq(0).all()
     torch_dcp.load(half, storage_reader=dcp.StorageReader(tmp_path / "step-1", cast=True))
     assert half["w"].eq(1.5).all()
+    with pytest.raises(CheckpointException, match=r"target is float32, checkpoint has complex64; .*cast=True does not"):
+        torch_dcp.load({"c": torch.zeros(2)}, storage_reader=dcp.StorageReader(tmp_path / "step-1", cast=True))
     with pytest.raises(CheckpointException, match="step 2"):
         torch_dcp.load({"w": torch.zeros(2, 3)}, storage_reader=dcp.StorageReader(tmp_path / "step-2"))
     partial = DefaultLoadPlanner(allow_partial_load=True)

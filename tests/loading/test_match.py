@@ -374,6 +374,27 @@ def test_cast_only_when_asked(root: Root, saved: torch.dtype, wanted: torch.dtyp
     assert same(target["b"], source.to(wanted))
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ("complex64", "float32"),
+        ("complex128", "bool"),
+        ("float4_e2m1fn_x2", "float32"),
+        ("float32", "float4_e2m1fn_x2"),
+    ],
+)
+def test_what_no_cast_converts(root: Root, saved: str, wanted: str) -> None:
+    """Without its imaginary part a number is another one."""
+    if not hasattr(torch, saved) or not hasattr(torch, wanted):
+        pytest.skip("this torch does not have the dtype")
+    dtypes: list[torch.dtype] = [getattr(torch, saved), getattr(torch, wanted)]
+    source, target = (torch.ones(2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in dtypes)
+    root.save({"a": source, "b": source})
+    with pytest.raises(StateMismatch, match=r"a: target is .*; cast=True does not convert these dtypes"):
+        root.load({"a": target, "b": source.clone()}, cast=True)
+    assert target.view(torch.uint8).eq(1).all()
+
+
 def test_an_absent_step_names_those_there_are(root: Root) -> None:
     root.save({"a": 1})
     with pytest.raises(CheckpointNotFound, match=rf"no step 999; the last ones are: .*{root.step}$"):
