@@ -111,10 +111,10 @@ def client_of(url: str, options: Mapping[str, object]) -> Client:
         raise ValueError(f"{parts.scheme}://{host or '...'}: expected {parts.scheme}://BUCKET/PREFIX")
     root = url.partition("://")[2].partition("/")[2].rstrip("/")  # as it stands: '?' and '#' may be in a name
     if "//" in f"/{root}":
-        one = "/".join(filter(None, root.split("/")))
+        one, base = "/".join(filter(None, root.split("/"))), f"{parts.scheme}://{parts.netloc}"
         raise ValueError(
-            f"{parts.scheme}://{bucket}/{root}: client 'obstore' has no names with '//', where s3fs, gcsfs and adlfs "
-            f"have others than with '/': is it {parts.scheme}://{bucket}/{one}?"
+            f"{base}/{root}: client 'obstore' has no names with '//', where s3fs, gcsfs and adlfs have others than "
+            f"with '/': is it {base}/{one}?"
         )
     given = {name: value for name, value in options.items() if value is not None}
     if host:

@@ -43,6 +43,7 @@ def test_urls_that_obstore_does_not_know(url: str) -> None:
         ("s3://b/r", {"use_ssl": False}, "use_ssl"),
         ("s3://b/a//r/", {}, r"s3://b/a//r: .* no names with '//'.* is it s3://b/a/r\?"),
         ("gs://b//r", {}, r"is it gs://b/r\?"),
+        ("abfs://c@a.dfs.core.windows.net/x//r", {}, r"is it abfs://c@a\.dfs\.core\.windows\.net/x/r\?"),
         ("gs://b/r", {"consistency": "md5"}, "consistency"),
         ("gs://b/r", {"token": "browser"}, "browser"),
         ("gs://b/r", {"token": object()}, "token of type object"),
