@@ -55,7 +55,7 @@ class Registry:
         self.groups: dict[dist.ProcessGroup | None, Group] = {}
         self.sessions: OrderedDict[Key, Session] = OrderedDict()
         """The one that was used last is the last."""
-        self._places: dict[Key, SaveId | None] = {}
+        self._places: dict[Key, SaveId] = {}
         """Of sessions that were closed since others are used: `Session.place`."""
         self.loads: dict[Key, Loads] = {}
         """Since the last save."""
@@ -101,7 +101,7 @@ class Registry:
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         before, loads, origin = self.sessions.get(key), self.loads.get(key), None
         session = None if before is None or before.closed else before
-        place = self._places.pop(key, None) if before is None else before.place
+        place = self._places.get(key) if before is None else before.place
         if session is not None and session.group.any({**session.settings.options} != {**(options or {})}):
             session.close(SAVE_DEADLINE, clean=True)
             session = None
@@ -128,6 +128,9 @@ class Registry:
             session = self.sessions[key] = Session(settings, over)
             session.lineage.resumed_from = origin
             session.follows = origin or place
+            if origin is None and key in self._places:
+                session.passed_step = self._places[key].step
+        self._places.pop(key, None)
         self.sessions.move_to_end(key)
         self.loads.pop(key, None)
         return session
@@ -141,17 +144,22 @@ class Registry:
         for other in others[: max(len(others) + 1 - MAX_OPEN, 0)]:
             session = self.sessions[other]
             if session.closed or not session.group.any(session.outcomes.may_be_asked()):
-                self._places[other] = session.place
+                if session.place is not None:
+                    self._places[other] = session.place
                 self._close_sessions([other], SAVE_DEADLINE)
 
     def newest_step(self, url: str, over: dist.ProcessGroup | None) -> int | None:
         """The last step that this process saved to a root; None where it has saved none."""
-        session = self.sessions.get(self.key(url, over))
+        key = self.key(url, over)
+        if key in self._places:
+            return self._places[key].step
+        session = self.sessions.get(key)
         return None if session is None or session.closed or session.newest_step < 0 else session.newest_step
 
     def begin_again(self, url: str, over: dist.ProcessGroup | None) -> None:
         """The next save to a root begins a new generation. Collective; waits for saves in flight."""
         session = self.sessions.pop(self.key(url, over), None)
+        self._places.pop(self.key(url, over), None)
         if session is not None and not session.closed:
             session.close(SAVE_DEADLINE, clean=True)
 

@@ -164,6 +164,8 @@ class Session:
         """The last step whose snapshot, saved or not, the other ranks began without this one."""
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
+        self.passed_step = -1
+        """The last step that a session before this one saved, which nobody went back from; -1: there was none."""
         self.follows: SaveId | None = None
         """What the first save comes behind, where that is known of this process: its last save, by a session that this
         one has replaced, or an earlier save that it went back to."""
@@ -213,11 +215,11 @@ class Session:
     def next_save(self, step: int) -> SaveId:
         """Raises ValueError where steps do not ascend, TypeError for a value that is no step."""
         step = keys.checked_step(step)
-        if step <= self.newest_step:
+        newest = max(self.newest_step, self.passed_step)
+        if step <= newest:
             raise ValueError(
-                f"step {step} does not come after step {self.newest_step}, the last that this generation "
-                f"({self.generation}) saved; steps must increase. To go back, load the older step with ckptlib.load, "
-                "then go on with ckptlib.save or a new Checkpointer"
+                f"step {step} does not come after step {newest}, the last that this process saved: steps must go up. "
+                "To go back, load the older step with ckptlib.load, then go on with ckptlib.save or a new Checkpointer"
             )
         return SaveId(step, self.generation)
 

@@ -69,6 +69,35 @@ def test_one_that_was_closed_is_gone_on_with(tmp_path: Path) -> None:
     assert steps(tmp_path / "first") == [1, 2, 3]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_one_that_was_closed_is_not_gone_back_in_by_a_lower_step(tmp_path: Path, step: int) -> None:
+    """It would begin a new generation, in which the steps from there on are listed no more."""
+    for earlier in (1, 2):
+        ckptlib.save(tmp_path / "first", STATE, earlier)
+    for n in range(MAX_OPEN):
+        ckptlib.save(tmp_path / str(n), STATE, 1)
+    with pytest.raises(ValueError, match=f"step {step} does not come after step 2"):
+        ckptlib.save(tmp_path / "first", STATE, step)
+    assert steps(tmp_path / "first") == [1, 2]
+    ckptlib.save(tmp_path / "first", STATE, 3)
+    assert steps(tmp_path / "first") == [1, 2, 3]
+
+
+def test_who_goes_back_in_one_that_was_closed_goes_back(tmp_path: Path) -> None:
+    """By a load, and by DCP's words, which take a step that was passed for one to go back to."""
+    loaded = {"w": torch.zeros(4)}
+    for step in (1, 2, 3):
+        ckptlib.save(tmp_path / "first", loaded, step)
+        dcp.save(STATE, checkpoint_id=tmp_path / "second" / f"step-{step}")
+    for n in range(MAX_OPEN):
+        ckptlib.save(tmp_path / str(n), STATE, 1)
+    ckptlib.load(tmp_path / "first", loaded, step=1)
+    ckptlib.save(tmp_path / "first", loaded, 2)
+    assert steps(tmp_path / "first") == [1, 2]
+    dcp.save(STATE, checkpoint_id=tmp_path / "second" / "step-2")
+    assert steps(tmp_path / "second" / "step") == [1, 2]
+
+
 def test_what_became_of_a_save_is_told_on_all_ranks(tmp_path: Path) -> None:
     output = fork_ranks("many_roots.py", 2, tmp_path, timeout_s=120)
     assert output.count("all told") == 2, output
