@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from helpers.writers import until
 from rankthreads import run_ranks
 from torch import nn
 
@@ -255,6 +256,47 @@ def test_a_slot_of_which_a_read_was_altered_on_the_way_is_read_again(
     assert (report.step, report.tier, len(report.skipped)) == (3, *(("memory", 0) if reads == 1 else ("store", 1)))
     assert torch.equal(found, torch.full((3000,), 3.0))
     assert "retrying step" in caplog.text
+
+
+class LetGo(logging.Handler):
+    """Lets a writer that is held go on when somebody waits for it."""
+
+    def __init__(self, plan: Path) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "waiting for the writers" in record.getMessage():
+            write_plan(self._plan, [])
+
+
+def test_a_step_that_is_damaged_in_memory_is_awaited_where_its_writer_has_read_it_before(tmp_path: Path) -> None:
+    """The step before it in the store would be older, and what the writer commits later would be abandoned."""
+    plan, url, weights = tmp_path / "plan", faulty(tmp_path), torch.full((3000,), 3.0)
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    ckpt = ckptlib.Checkpointer(url, {"w": weights}, every=1000, peers=peers, arena=tmp_path)
+    ckpt.save(3).wait_committed(60)
+    write_plan(plan, [{"op": "put", "key": f"^parts/{7:012d}-", "action": "hold"}])
+    weights.fill_(7.0)
+    ckpt.save(7).wait_staged(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    until(lambda: any(tmp_path.glob(f"root/packs/{7:012d}-*/*.safetensors")))  # it has read the documents by then
+    for slot in tmp_path.glob("*.slot"):
+        header = SlotHeader.decode(slot.read_bytes()[:PAGE_BYTES], "the slot")
+        flip_bit(slot, header.documents["layout"][0])
+    logger, let_go = logging.getLogger("ckptlib"), LetGo(plan)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(let_go)
+    try:
+        with checkpointer(tmp_path / "root", {"w": weights}, tmp_path) as after:
+            report = after.restore()
+    finally:
+        logger.removeHandler(let_go)
+        logger.setLevel(before)
+        write_plan(plan, [])
+    assert (report.step, report.tier, len(report.skipped)) == (7, "store", 1)
+    assert torch.equal(weights, torch.full((3000,), 7.0))
 
 
 def test_a_job_whose_only_step_is_damaged_in_memory_is_told_how_to_begin_anew(tmp_path: Path) -> None:
