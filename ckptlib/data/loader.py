@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from ckptlib.data.worker_signals import begin_worker, blocked_in_workers
+from ckptlib.data.worker_signals import outlasting
 from ckptlib.errors import StateError
 
 
@@ -24,7 +23,6 @@ class ResumableLoader(ABC):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
-        loader.worker_init_fn = partial(begin_worker, loader.worker_init_fn)
         self._current: object = None
         """Stands for the one iterator that may go on."""
         self.batches_given = 0
@@ -41,7 +39,7 @@ class ResumableLoader(ABC):
         # By default torch would draw the seed of the workers from the global generator: one draw per epoch, and one
         # more in an epoch that is resumed.
         self.loader.generator = torch.Generator().manual_seed(self._seed())
-        with blocked_in_workers(self.loader):
+        with outlasting(self.loader):
             batches = iter(self.loader)
         self._skip(batches)
         while True:

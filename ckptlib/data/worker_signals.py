@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -49,16 +50,21 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
 
 
 @contextmanager
-def blocked_in_workers(loader: DataLoader[Any]) -> Iterator[None]:
-    """While they start. A worker that is spawned imports numpy before its `worker_init_fn` runs: numpy's threads have
-    blocked only what was blocked before, and one that has not would take the signal, and end the worker.
+def outlasting(loader: DataLoader[Any]) -> Iterator[None]:
+    """Within, workers that `loader` starts outlast the signals, whatever `worker_init_fn` the program has given it.
 
-    A forkserver that starts now outlasts the signals, too.
+    A worker that is spawned imports numpy before its `worker_init_fn` runs: numpy's threads have blocked only what was
+    blocked before, and one that has not would take the signal, and end the worker.
     """
-    if not (loader.num_workers and CAN_WAIT):
+    given = loader.worker_init_fn
+    if not (isinstance(given, partial) and given.func is begin_worker):
+        loader.worker_init_fn = partial(begin_worker, given)
+    how = (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else None
+    # A forkserver that starts now would give the mask to all its processes: nobody could end those of others.
+    if how not in ("fork", "spawn") or not CAN_WAIT:
         yield
         return
-    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+    if how == "spawn":
         resource_tracker.ensure_running()  # workers need it, and it unblocks SIGTERM in this thread as it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY)
     try:

@@ -33,7 +33,6 @@ def start(root: Path, kind: str, context: str) -> subprocess.Popen[str]:
         ("stateful", "fork", signal.SIGUSR1),
         ("ours", "spawn", signal.SIGTERM),
         pytest.param("ours", "spawn", signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param("ours", "forkserver", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("stateful", "fork", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
@@ -51,8 +50,9 @@ def test_the_trainer_saves(tmp_path: Path, kind: str, context: str, number: int)
     assert step > 10
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_trainer_that_ends_ends_them(tmp_path: Path, context: str) -> None:
+    """And others of its processes; also where the loader was given a `worker_init_fn` when it was ours already."""
     job = start(tmp_path / "root", "ending", context)
     try:
         told, said = job.communicate(timeout=120)

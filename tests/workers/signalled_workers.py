@@ -1,13 +1,16 @@
 """A training whose data loader has workers: signalled_workers.py <root> <loader> <context>
 
 Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful"
-or "ending", which is ours, and ends by itself while an iterator with workers is still held.
+or "ending": ours, with a `worker_init_fn` that is set late; it ends another process of the same start method, and then
+itself, while an iterator with workers is still held.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
+import time
 from itertools import repeat
 from typing import Any
 
@@ -41,6 +44,8 @@ def main(root: str, kind: str, context: str) -> Any:
         loader = StatefulDataLoader(Numbers(), batch_size=2, worker_init_fn=outlast_signals, **workers)
     else:
         loader = resumable(DataLoader(Numbers(), batch_sampler=ResumableSampler(8, 2), **workers))
+    if kind == "ending":
+        loader.loader.worker_init_fn = torch.manual_seed
     weight = torch.zeros(3)
     batches = endless(loader)
     with ckptlib.Checkpointer(root, {"weight": weight, "data": loader}, every=10**9) as ckpt:
@@ -48,6 +53,12 @@ def main(root: str, kind: str, context: str) -> Any:
             weight += next(batches).sum()
             if step == 10:
                 print("training", flush=True)
+    if kind == "ending":
+        other: Any = multiprocessing.get_context(context)
+        process = other.Process(target=time.sleep, args=(3600,))
+        process.start()
+        process.terminate()
+        process.join()
     return batches
 
 
