@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ckptlib.data.worker_signals import outlasting
+from ckptlib.data.worker_signals import begun
 from ckptlib.errors import StateError
 
 
@@ -39,8 +39,7 @@ class ResumableLoader(ABC):
         # By default torch would draw the seed of the workers from the global generator: one draw per epoch, and one
         # more in an epoch that is resumed.
         self.loader.generator = torch.Generator().manual_seed(self._seed())
-        with outlasting(self.loader):
-            batches = iter(self.loader)
+        batches = begun(self.loader)
         self._skip(batches)
         while True:
             if self._current is not current:

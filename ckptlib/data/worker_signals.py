@@ -5,41 +5,51 @@ It goes to all processes of a job, and a trainer whose workers die raises before
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from multiprocessing import resource_tracker
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
 from ckptlib.policy.stop_signal import TOLD_BY
 
-CAN_WAIT = hasattr(signal, "sigwaitinfo")
-"""macOS has none."""
+GRACE_S = 60.0
+"""From the first SIGTERM to a worker until it ends. It may be a trainer at its exit that sent it, and now waits for the
+end: a handler is not told who sends."""
+
+_held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Iterators of data loaders that have workers, and the process that made each."""
 
 
 def outlast_signals(worker: int) -> None:
-    """A `worker_init_fn` for any DataLoader: SIGTERM and SIGUSR1 do not end the worker, but for SIGTERM of the trainer.
+    """A `worker_init_fn` for any DataLoader: the first SIGTERM, and each SIGUSR1, leaves the worker alone.
 
-    `resumable` gives it to its loader. Both signals are blocked in what the worker starts by `subprocess`.
+    A second SIGTERM ends it, and so does a minute after the first. `resumable` gives it to its loader.
     """
-    trainer = multiprocessing.parent_process()
-    if trainer is not None and trainer.pid is not None and CAN_WAIT:
-        signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY)
-        threading.Thread(target=_heed, args=(trainer.pid,), name="ckptlib-worker", daemon=True).start()
+    if multiprocessing.parent_process() is not None:
+        for number in TOLD_BY:  # by handlers: what the worker starts by `subprocess` has none, and no signal blocked
+            signal.signal(number, _end_later if number == signal.SIGTERM else _pass)
 
 
-def _heed(trainer: int) -> None:
-    """By a thread, since a handler of Python's is not told who has sent a signal."""
-    while True:
-        told = signal.sigwaitinfo(TOLD_BY)
-        if told.si_signo == signal.SIGTERM and told.si_pid == trainer:
-            os._exit(0)  # as torch's own handler does, which gets no signal now
+def _pass(number: int, frame: object) -> None:
+    pass
+
+
+def _end_later(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, _end)
+    timer = threading.Timer(GRACE_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+def _end(number: int, frame: object) -> None:
+    os._exit(0)  # as torch's own handler does, which is not in place any more
 
 
 def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
@@ -49,25 +59,20 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
         then(worker)
 
 
-@contextmanager
-def outlasting(loader: DataLoader[Any]) -> Iterator[None]:
-    """Within, workers that `loader` starts outlast the signals, whatever `worker_init_fn` the program has given it.
-
-    A worker that is spawned imports numpy before its `worker_init_fn` runs: numpy's threads have blocked only what was
-    blocked before, and one that has not would take the signal, and end the worker.
-    """
+def begun(loader: DataLoader[Any]) -> Any:
+    """An iterator of `loader` whose workers outlast the signals, whatever `worker_init_fn` the program has given it."""
     given = loader.worker_init_fn
     if not (isinstance(given, partial) and given.func is begin_worker):
         loader.worker_init_fn = partial(begin_worker, given)
-    how = (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else None
-    # A forkserver that starts now would give the mask to all its processes: nobody could end those of others.
-    if how not in ("fork", "spawn") or not CAN_WAIT:
-        yield
-        return
-    if how == "spawn":
-        resource_tracker.ensure_running()  # workers need it, and it unblocks SIGTERM in this thread as it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    batches = iter(loader)
+    if loader.num_workers:
+        _held[batches] = os.getpid()
+    return batches
+
+
+@atexit.register  # behind multiprocessing's own, so it runs before that sends its SIGTERM, and waits for each worker
+def _let_go() -> None:
+    for batches, owner in list(_held.items()):
+        end = getattr(batches, "_shutdown_workers", None)  # what its __del__ does, which is not called at an exit
+        if end is not None and owner == os.getpid():
+            end()

@@ -1,13 +1,14 @@
 """A training whose data loader has workers: signalled_workers.py <root> <loader> <context>
 
 Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful"
-or "ending": ours, with a `worker_init_fn` that is set late; it ends another process of the same start method, and then
-itself, while an iterator with workers is still held.
+or "ending": ours, with a `worker_init_fn` that is set late; its workers each end a program that they start, the trainer
+ends another process of the same start method, and then itself, while an iterator with workers is still held.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +33,13 @@ class Numbers(Dataset[int]):
         return item
 
 
+def end_a_program(worker: int) -> None:
+    """As a data set that decodes by another program does."""
+    program = subprocess.Popen(["sleep", "3600"])
+    program.terminate()
+    program.wait()
+
+
 def endless(loader: Any) -> Any:
     for each in repeat(loader):
         yield from each
@@ -45,7 +53,7 @@ def main(root: str, kind: str, context: str) -> Any:
     else:
         loader = resumable(DataLoader(Numbers(), batch_sampler=ResumableSampler(8, 2), **workers))
     if kind == "ending":
-        loader.loader.worker_init_fn = torch.manual_seed
+        loader.loader.worker_init_fn = end_a_program
     weight = torch.zeros(3)
     batches = endless(loader)
     with ckptlib.Checkpointer(root, {"weight": weight, "data": loader}, every=10**9) as ckpt:
