@@ -12,8 +12,9 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import DataLoader
 
@@ -67,12 +68,20 @@ def begun(loader: DataLoader[Any]) -> Any:
     batches = iter(loader)
     if loader.num_workers:
         _held[batches] = os.getpid()
+        # Where multiprocessing has started the trainer as well: that runs this at its end, and no atexit. The queues by
+        # which workers are told to end close with priority 10.
+        Finalize(batches, _end_workers, (ref(batches),), exitpriority=20)
     return batches
+
+
+def _end_workers(of: ref[Any]) -> None:
+    batches = of()
+    end = getattr(batches, "_shutdown_workers", None)  # what its __del__ does, which is not called at an exit
+    if end is not None and _held.get(batches) == os.getpid():
+        end()
 
 
 @atexit.register  # behind multiprocessing's own, so it runs before that sends its SIGTERM, and waits for each worker
 def _let_go() -> None:
-    for batches, owner in list(_held.items()):
-        end = getattr(batches, "_shutdown_workers", None)  # what its __del__ does, which is not called at an exit
-        if end is not None and owner == os.getpid():
-            end()
+    for batches in list(_held):
+        _end_workers(ref(batches))

@@ -218,7 +218,7 @@ class Session:
         newest = max(self.newest_step, self.passed_step)
         if step <= newest:
             raise ValueError(
-                f"step {step} does not come after step {newest}, the last that this process saved: steps must go up. "
+                f"step {step} does not come after step {newest}, which this process saved last; steps must increase. "
                 "To go back, load the older step with ckptlib.load, then go on with ckptlib.save or a new Checkpointer"
             )
         return SaveId(step, self.generation)
