@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
 from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of
 from ckptlib.catalog.unreadable import UNREADABLE
-from ckptlib.data.worker_signals import begin_worker
+from ckptlib.data.worker_signals import outlasting
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import by_rank_0
 from ckptlib.saving.registry import registry
@@ -107,8 +106,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Whose workers outlast the signals by which a job is told to stop: else there would be no step to save."""
         loader = super()._get_dataloader(*args, **kwargs)
-        own = getattr(loader, "base_dataloader", loader)
-        own.worker_init_fn = partial(begin_worker, own.worker_init_fn)
+        outlasting(getattr(loader, "base_dataloader", loader))
         return loader
 
     # Saving: Trainer calls these

@@ -25,7 +25,7 @@ GRACE_S = 60.0
 end: a handler is not told who sends."""
 
 _held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Iterators of data loaders that have workers, and the process that made each."""
+"""Data loaders, and iterators of these, that may have workers, and the process that made each."""
 
 
 def outlast_signals(worker: int) -> None:
@@ -60,28 +60,41 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
         then(worker)
 
 
-def begun(loader: DataLoader[Any]) -> Any:
-    """An iterator of `loader` whose workers outlast the signals, whatever `worker_init_fn` the program has given it."""
+def outlasting(loader: DataLoader[Any]) -> None:
+    """The workers that `loader` starts outlast the signals, whatever `worker_init_fn` the program gave it."""
     given = loader.worker_init_fn
     if not (isinstance(given, partial) and given.func is begin_worker):
         loader.worker_init_fn = partial(begin_worker, given)
+    if loader not in _held:
+        _end_at_exit(loader)  # which holds an iterator where workers are persistent
+
+
+def begun(loader: DataLoader[Any]) -> Any:
+    """An iterator of `loader` whose workers outlast the signals."""
+    outlasting(loader)
     batches = iter(loader)
-    if loader.num_workers:
-        _held[batches] = os.getpid()
-        # Where multiprocessing has started the trainer as well: that runs this at its end, and no atexit. The queues by
-        # which workers are told to end close with priority 10.
-        Finalize(batches, _end_workers, (ref(batches),), exitpriority=20)
+    if batches not in _held:
+        _end_at_exit(batches)
     return batches
 
 
+def _end_at_exit(holder: Any) -> None:
+    _held[holder] = os.getpid()
+    # Where multiprocessing has started the trainer as well: that runs this at its end, and no atexit. The queues by
+    # which workers are told to end close with priority 10.
+    Finalize(holder, _end_workers, (ref(holder),), exitpriority=20)
+
+
 def _end_workers(of: ref[Any]) -> None:
-    batches = of()
-    end = getattr(batches, "_shutdown_workers", None)  # what its __del__ does, which is not called at an exit
-    if end is not None and _held.get(batches) == os.getpid():
-        end()
+    holder = of()
+    if holder is not None and _held.get(holder) == os.getpid():
+        for batches in (holder, getattr(holder, "_iterator", None)):
+            end = getattr(batches, "_shutdown_workers", None)  # what its __del__ does, which is not called at an exit
+            if end is not None:
+                end()
 
 
 @atexit.register  # behind multiprocessing's own, so it runs before that sends its SIGTERM, and waits for each worker
 def _let_go() -> None:
-    for batches in list(_held):
-        _end_workers(ref(batches))
+    for holder in list(_held):
+        _end_workers(ref(holder))

@@ -50,12 +50,20 @@ def test_the_trainer_saves(tmp_path: Path, kind: str, context: str, number: int)
     assert step > 10
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_trainer_that_ends_ends_them(tmp_path: Path, context: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [
+        ("ending", "fork"),
+        ("held", "fork"),
+        ("ending", "forkserver"),
+        pytest.param("ending", "spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainer_that_ends_ends_them(tmp_path: Path, kind: str, context: str) -> None:
     """And others of its processes; also where the loader was given a `worker_init_fn` when it was ours already."""
-    job = start(tmp_path / "root", "ending", context)
+    job = start(tmp_path / "root", kind, context)
     try:
-        told, said = job.communicate(timeout=120)
+        told, said = job.communicate(timeout=50)  # a worker that nobody ends does so after a minute
     finally:
         job.kill()
     assert (job.returncode, told) == (0, "training\nended\n"), said

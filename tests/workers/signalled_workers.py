@@ -1,8 +1,9 @@
 """A training whose data loader has workers: signalled_workers.py <root> <loader> <context>
 
-Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful"
-or "ending": ours, with a `worker_init_fn` that is set late; its workers each end a program that they start, the trainer
-ends another process of the same start method, and then itself, while an iterator with workers is still held.
+Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful",
+"held" or "ending". The latter two end while an iterator with workers is still held. "held" is torch's own loader, as
+Trainer holds one. "ending" is ours, with a `worker_init_fn` that is set late, by which each worker ends a program that
+it starts; the trainer ends another process of the same start method.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 import ckptlib
 from ckptlib.data import ResumableSampler, outlast_signals, resumable
+from ckptlib.data.worker_signals import outlasting
 
 
 class Numbers(Dataset[int]):
@@ -50,14 +52,18 @@ def main(root: str, kind: str, context: str) -> Any:
     loader: Any
     if kind == "stateful":
         loader = StatefulDataLoader(Numbers(), batch_size=2, worker_init_fn=outlast_signals, **workers)
+    elif kind == "held":
+        loader = DataLoader(Numbers(), batch_size=2, **workers)
+        outlasting(loader)
     else:
         loader = resumable(DataLoader(Numbers(), batch_sampler=ResumableSampler(8, 2), **workers))
     if kind == "ending":
         loader.loader.worker_init_fn = end_a_program
+    state = {} if kind == "held" else {"data": loader}
     weight = torch.zeros(3)
     batches = endless(loader)
-    with ckptlib.Checkpointer(root, {"weight": weight, "data": loader}, every=10**9) as ckpt:
-        for step in ckpt.loop(ckpt.restore().step, 20 if kind == "ending" else 10**9):
+    with ckptlib.Checkpointer(root, {"weight": weight, **state}, every=10**9) as ckpt:
+        for step in ckpt.loop(ckpt.restore().step, 20 if kind in ("ending", "held") else 10**9):
             weight += next(batches).sum()
             if step == 10:
                 print("training", flush=True)
