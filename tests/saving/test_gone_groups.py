@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +13,7 @@ from urllib.parse import quote
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.registry import close_sessions
+from helpers.registry import close_sessions, writers
 
 import ckptlib
 from ckptlib.saving.session import Session
@@ -37,11 +36,6 @@ def world() -> Iterator[None]:
 def _closed() -> Iterator[None]:
     yield
     close_sessions()
-
-
-def writers() -> set[str]:
-    """Processes that the main thread has started, and that were not waited for."""
-    return set(Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text().split())
 
 
 def open_slots() -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.registry import close_sessions
+from helpers.registry import close_sessions, writers
 from launch import fork_ranks
 
 import ckptlib
@@ -22,11 +21,6 @@ STATE = {"w": torch.arange(4.0)}
 def _closed() -> Iterator[None]:
     yield
     close_sessions()
-
-
-def writers() -> set[str]:
-    """Processes that the main thread has started, and that were not waited for."""
-    return set(Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text().split())
 
 
 def steps(url: object) -> list[int]:
