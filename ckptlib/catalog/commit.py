@@ -109,6 +109,7 @@ class Committer:
         if orphaned:
             check_kept(catalog, manifest, orphaned)
         catalog.shared.put_copies(manifest.layouts)
+        catalog.store.flush(save.parts_prefix)  # a part is listed a moment before its name survives a power loss
         put, before = _Put(manifest, elapsed, live, orphaned), self._doubted
         self._put, self._doubted = put, save
         try:

@@ -72,6 +72,10 @@ class BoundedStore(Store):
         return self._within("list", lambda: self._inner.peek(most))
 
     @override
+    def flush(self, prefix: str) -> None:
+        self._within(f"flush {prefix}", lambda: self._inner.flush(prefix))
+
+    @override
     def delete(self, *keys: str) -> None:
         self._within(f"delete {keys[0] if keys else ''}", lambda: self._inner.delete(*keys))
 

@@ -24,7 +24,7 @@ from ckptlib.stores.base import (
     is_key,
     range_nbytes,
 )
-from ckptlib.stores.flushing import free_nbytes
+from ckptlib.stores.flushing import flush_names, free_nbytes
 from ckptlib.stores.local_direct import read_past_cache
 from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
@@ -100,6 +100,15 @@ class LocalStore(Store):
     @override
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
         return self._scan(check_prefix(prefix), after)
+
+    @override
+    def flush(self, prefix: str) -> None:
+        names = check_prefix(prefix).split("/")[:-1]
+        try:
+            with tree.directory(self._root, names, to_list=True) as fd:
+                flush_names(fd)
+        except OSError as error:
+            raise failure(error, "flush", os.path.join(self._root, prefix)) from error
 
     @override
     def peek(self, most: int) -> list[str]:

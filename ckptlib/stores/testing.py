@@ -134,6 +134,10 @@ class _HookedStore(Store):
             return self._inner.scan(prefix, after)
 
     @override
+    def flush(self, prefix: str) -> None:
+        self._inner.flush(prefix)
+
+    @override
     def delete(self, *keys: str) -> None:
         for key in keys:
             with self._around("delete", key):

@@ -15,7 +15,7 @@ from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.errors import CkptError, SaveFailed, StoreError, StoreFull, describe
 from ckptlib.format.check import alike
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import STEPS, SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.jobs import JobThread
 from ckptlib.policy.keep import Keep
@@ -183,6 +183,7 @@ class Commits:
         _InDoubt where it may be, and Superseded where a newer job has begun."""
         try:
             if self._catalog.is_committed(save):
+                self._catalog.store.flush(STEPS)  # rank 0 may not have done so yet
                 return True
             try:
                 raise_if_failed(self._catalog, save)

@@ -113,6 +113,11 @@ class NotedStore(Store):
             return self._inner.scan(prefix, after)
 
     @override
+    def flush(self, prefix: str) -> None:
+        with self._requests.note("flush", prefix):
+            self._inner.flush(prefix)
+
+    @override
     def delete(self, *keys: str) -> None:
         with self._requests.note("delete", keys[0] if keys else ""):
             self._inner.delete(*keys)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support import (
     layout_of,
     make_generation,
+    make_root,
     make_save,
     put_part,
     put_parts,
@@ -36,6 +40,7 @@ from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.part import FailedPart, Part
 from ckptlib.stores import Store
+from ckptlib.stores.local import LocalStore
 
 
 def seconds(left: float) -> Callable[[], float]:
@@ -54,6 +59,28 @@ def test_a_step_exists_when_it_is_committed_and_not_before(catalog: Catalog, wor
     assert manifest.parts == tuple(names)
     for name, expected in state(10).items():
         assert np.array_equal(read_save(catalog.store, save)[name], expected)
+
+
+def test_the_names_of_parts_are_durable_before_the_manifest_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is listed as soon as it is linked, and the put that linked it may still wait for its directory."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    calls, fsync, link = list[str](), os.fsync, os.link
+
+    def noted_fsync(fd: int) -> None:
+        fsync(fd)
+        calls.append(f"flushed {os.readlink(f'/proc/self/fd/{fd}')}")
+
+    def noted_link(source: str, target: str, **given: Any) -> None:
+        calls.append(f"linked {target}")
+        link(source, target, **given)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "link", noted_link)
+    Committer(catalog).commit(save, names)
+    assert f"flushed {tmp_path}/parts/{save}" in calls[: calls.index(f"linked {save}.json")]
 
 
 def test_whoever_commits_puts_the_same(store: Store, catalog: Catalog) -> None:
