@@ -42,6 +42,7 @@ from ckptlib.recovery.begun import enter_begun
 from ckptlib.recovery.candidates import Candidate, Untried, newest_in_memory
 from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, describe, look
+from ckptlib.recovery.left_out import tell_left_out
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.not_closed import await_others
@@ -52,7 +53,6 @@ from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.host import boot_id, memory_of
 from ckptlib.state.rng import LoadedRng
 from ckptlib.stores.local import LocalStore
-from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def restore(
             continue
         if step is None:
             session.lineage.resumed_from = candidate.save
-            _tell_in_part(session, in_part, candidate)
+            tell_left_out(session, inventory, in_part, candidate)
         else:
             session.lineage.go_back(session.writer, candidate.save, candidate.committed)
         phases = {**laps.seconds, **result.report.phases}
@@ -172,8 +172,8 @@ def restore(
         raise skipped.error_of(step, session.store.url)
     if skipped.told:
         raise skipped.error(session.store.url)
-    _tell_in_part(session, in_part, None)
     _check_there(session)
+    tell_left_out(session, inventory, in_part, None)
     catalog, own, is_first = session.catalog, session.generation, session.group.rank == 0
     if session.settings.must_resume:
         together(session.group, "looking for a step", lambda: refuse_fresh(catalog, own) if is_first else None)
@@ -233,21 +233,6 @@ def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, 
 
         chosen = local_step.parse_saves([by_rank_0(group, "listing steps", choose)])
         return local_step.whole(group.gather(together(group, what, lambda: local_step.look(disk, chosen))))
-
-
-def _tell_in_part(session: Session, in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None) -> None:
-    """Of the newest snapshot that is left out since it is not whole: all ranks may have held it. Behind one in memory
-    it was most probably on its way."""
-    newer = [save for save in in_part if restored is None or save > restored.save]
-    if newer and session.group.rank == 0:
-        log.log(
-            logging.INFO if restored is not None and restored.snapshot is not None else logging.WARNING,
-            "step %s is in the memory of this job's hosts, but not whole, so it is not restored: the share of rank %s "
-            "is not there. If the job before had told it as held, more hosts are gone than there were copies, or slots "
-            "were removed or damaged; else it was on its way",
-            max(newer),
-            listed(in_part[max(newer)], 8),
-        )
 
 
 def _restore_from(

@@ -95,8 +95,11 @@ def test_no_room_for_what_was_restored_is_said_and_the_job_goes_on(
     ckpt.close()
 
 
-def test_a_copy_of_a_root_does_not_restore_what_a_job_of_the_other_one_left_in_memory(tmp_path: Path) -> None:
-    """Both have one id, so the slots of both have one name."""
+def test_a_copy_of_a_root_does_not_restore_what_a_job_of_the_other_one_left_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both have one id, so the slots of both have one name. It is told: the job may have been one of this root, and
+    have ended before its record was there."""
     arena = tmp_path / "arena"
     arena.mkdir()
     peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
@@ -112,6 +115,8 @@ def test_a_copy_of_a_root_does_not_restore_what_a_job_of_the_other_one_left_in_m
     with ckptlib.Checkpointer(tmp_path / "two", {"w": found}, every=1000, peers=peers, arena=arena) as ckpt:
         assert ckpt.restore().step == 1
         assert torch.equal(found, torch.full((1000,), 1.0))
+    (told,) = (record.getMessage() for record in caplog.records if "no record of its generation" in record.message)
+    assert told.startswith("step 000000000005-000002-")
 
 
 def faulty(tmp_path: Path, *rules: dict[str, object]) -> str:

@@ -1,0 +1,64 @@
+"""Snapshots in the memory of a job's hosts that are newer than the step that it goes on from, and what is told of them.
+
+Whoever starts a job again may not know which step it had come to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import StoreError
+from ckptlib.format.keys import SaveId
+from ckptlib.recovery.candidates import Candidate
+from ckptlib.recovery.inventory import Inventory
+from ckptlib.saving.session import Session
+from ckptlib.words import listed
+
+log = logging.getLogger(__name__)
+
+
+def tell_left_out(
+    session: Session, inventory: Inventory, in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None
+) -> None:
+    """By rank 0. `in_part`: those that were not whole before any was found to be damaged, which is told elsewhere."""
+    if session.group.rank == 0:
+        _tell_in_part(in_part, restored)
+        _tell_unrecorded(session.catalog, inventory, restored)
+
+
+def _tell_in_part(in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None) -> None:
+    """Of the newest snapshot that is left out since it is not whole: all ranks may have held it. Behind one in memory
+    it was most probably on its way."""
+    newer = [save for save in in_part if restored is None or save > restored.save]
+    if newer:
+        log.log(
+            logging.INFO if restored is not None and restored.snapshot is not None else logging.WARNING,
+            "step %s is in the memory of this job's hosts, but not whole, so it is not restored: the share of rank %s "
+            "is not there. If the job before had told it as held, more hosts are gone than there were copies, or slots "
+            "were removed or damaged; else it was on its way",
+            max(newer),
+            listed(in_part[max(newer)], 8),
+        )
+
+
+def _tell_unrecorded(catalog: Catalog, inventory: Inventory, restored: Candidate | None) -> None:
+    """Of the newest that does not count since the store lacks the record of its generation; others were abandoned, as
+    by a rewind. It is a hint: that it cannot be given ends no run."""
+    least = -1 if restored is None else restored.save.step
+    newer = [snapshot.save for snapshot in inventory.whole() if snapshot.save.step > least]
+    if not newer:
+        return
+    try:
+        recorded = catalog.generation_ids()
+    except StoreError as error:
+        log.warning("%s: why step %s in memory is not restored is not known: %s", catalog.store.url, newer[0], error)
+        return
+    if lost := [save for save in newer if save.generation not in recorded]:
+        log.warning(
+            "step %s is whole in the memory of this job's hosts, but %s has no record of its generation, so it is not "
+            "restored: its job ended before the store had the record, or saved to a copy of this root",
+            lost[0],
+            catalog.store.url,
+        )
