@@ -208,7 +208,7 @@ def _look_around(session: Session) -> Inventory:
     def own() -> bytes:
         with session.snapshots.arena.others.opened() as slots:
             found = look(slots, session.root.id)
-        memories = map(memory_of, session.snapshots.arena.others.directories)
+        memories = map(memory_of, filter(os.path.isdir, session.snapshots.arena.others.directories))
         return describe(found, memories, boot_id(), os.sched_getaffinity(0))
 
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))

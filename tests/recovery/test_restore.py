@@ -9,6 +9,7 @@ import logging
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import Group
 from ckptlib.recovery.restore import _await_orphans
 from ckptlib.saving.session import Session
+from ckptlib.slots import files
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.state import rng
@@ -117,6 +119,23 @@ def test_a_copy_of_a_root_does_not_restore_what_a_job_of_the_other_one_left_in_m
         assert torch.equal(found, torch.full((1000,), 1.0))
     (told,) = (record.getMessage() for record in caplog.records if "no record of its generation" in record.message)
     assert told.startswith("step 000000000005-000002-")
+
+
+def test_a_host_without_memory_for_files_goes_on_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a sandbox may be, that has no /dev/shm."""
+    monkeypatch.setattr(files, "MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    found = torch.full((3000,), 3.0)
+    ckpt = ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, peers=peers)
+    assert ckpt.restore().step == 0
+    ckpt.save(3).wait_committed(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    found.zero_()
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, peers=peers) as ckpt:
+        report = ckpt.restore()
+    assert (report.step, report.tier) == (3, "memory")
+    assert torch.equal(found, torch.full((3000,), 3.0))
 
 
 def faulty(tmp_path: Path, *rules: dict[str, object]) -> str:
