@@ -322,7 +322,7 @@ class LoadPlan:
         if isinstance(now, PerRank):
             now = now.value
         if isinstance(now, Sharded):
-            self.add_tensor(now, path)
+            self._fill(now, path, path, self.cast)
             return now.tensor
         self.use(path)
         if fits(now, entry) and self._filled.setdefault(id(now), Filler(now, entry.name)).saved_name == entry.name:

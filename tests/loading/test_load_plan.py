@@ -62,6 +62,17 @@ def test_pieces_cut_by_hand_in_an_object(root: Root) -> None:
     assert holder.content["w"] is mine  # type: ignore[index]
 
 
+def test_pieces_cut_by_hand_in_objects_that_were_renamed(root: Root) -> None:
+    def make(fill: float) -> Holder:
+        return Holder({"w": Sharded(torch.full((2,), fill), (0,), (2,))})
+
+    root.save({"a": make(1.0), "b": make(2.0)})
+    a, b, c = make(0.0), make(0.0), make(0.0)
+    root.load({"a": a, "b": b}, map={"a": "b", "b": "a"})
+    root.load({"c": c}, map={"c": "a"}, only="c")
+    assert same([a.content, b.content, c.content], [{"w": torch.full((2,), fill)} for fill in (2.0, 1.0, 1.0)])
+
+
 def test_a_value_that_became_an_object_and_the_like_are_told(root: Root) -> None:
     root.save({"a": 1, "b": torch.ones(1), "c": Holder({"t": torch.ones(1)})})
     for name, node, told in (
