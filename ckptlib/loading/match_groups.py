@@ -40,6 +40,8 @@ class GroupTargets:
         self._saved = plan.saved
         self._options: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
         """By path of an optimizer and number of a group, as `_saved_options`."""
+        self._numbers: dict[int, tuple[torch.Tensor, float]] = {}
+        """By id of an option that is a tensor: itself, kept alive, and the number that it was filled with."""
 
     def add(
         self,
@@ -96,13 +98,20 @@ class GroupTargets:
 
         def finish() -> None:
             for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
-                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+                held = group.get(key)
+                if isinstance(held, torch.Tensor) and type(value) in (int, float):
+                    value = self._filled(held, value)
+                group[key] = value
 
         self._plan.then(finish)
         return GroupTarget(alike, {**now, **saved})
+
+    def _filled(self, tensor: torch.Tensor, number: float) -> torch.Tensor:
+        """The tensor itself. But groups share the one that all of them were given, as torch's constructors have it: for
+        another number than the first, a new one."""
+        if self._numbers.setdefault(id(tensor), (tensor, number))[1] != number:
+            return torch.full_like(tensor, number)
+        return tensor.fill_(number)
 
     def _saved_text(self, path: str, group: SavedGroup) -> values.Json:
         """The hyper-parameters as they were written. By that they are compared: a NaN is no equal of itself, and an

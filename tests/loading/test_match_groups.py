@@ -142,6 +142,24 @@ def test_a_tensor_lr_and_a_float_take_each_others_value(root: Root) -> None:
     assert same(resumed.param_groups[0]["lr"], torch.tensor(0.125))
 
 
+def test_groups_that_share_a_tensor_take_their_own_numbers(root: Root) -> None:
+    model = model_of()
+    p = list(model.parameters())
+
+    def cut(lr: float | torch.Tensor) -> optim.Optimizer:
+        return optim.SGD([{"params": p[:1]}, {"params": p[1:2]}, {"params": p[2:]}], lr=lr)
+
+    saved, rate = cut(0.5), torch.tensor(0.75)
+    for group, number in zip(saved.param_groups, (0.5, 2, 0.25), strict=True):
+        group["lr"] = number
+    resumed = cut(rate)
+    assert all(group["lr"] is rate for group in resumed.param_groups)
+    root.move({"m": model, "o": saved}, {"m": model, "o": resumed})
+    rates = [group["lr"] for group in resumed.param_groups]
+    assert same(rates, [torch.tensor(0.5), torch.tensor(2.0), torch.tensor(0.25)])
+    assert rates[0] is rate
+
+
 def test_frozen_parameters_and_empty_groups(root: Root) -> None:
     def make(seed: int) -> tuple[nn.Module, optim.Optimizer]:
         model = model_of(seed=seed)
