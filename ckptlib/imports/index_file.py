@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptlib.errors import FormatError
-from ckptlib.imports.mapped import inside
+from ckptlib.imports.mapped import Mapped, inside
 
 MAX_BYTES = 100_000_000
 
@@ -44,11 +44,17 @@ def has_files(index: Path) -> bool:
 
 def _places(index: Path) -> dict[str, str]:
     """The file that has it, by name."""
-    document = json_of(index.read_bytes() if index.stat().st_size <= MAX_BYTES else b"", str(index))
-    places = document.get("weight_map")
+    places = document_of(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise FormatError(f"{index}: has no weight_map from names to files")
     return places
+
+
+def document_of(index: Path) -> dict[str, Any]:
+    """All that an index says. Raises FormatError for what is no file: a link to a device never ends."""
+    mapped = Mapped(index)
+    nbytes = mapped.nbytes if mapped.nbytes <= MAX_BYTES else 0
+    return json_of(mapped.bytes(0, nbytes, "the index"), str(index))
 
 
 def json_of(data: bytes, what: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptlib.errors import FormatError
 from ckptlib.imports.foreign import Foreign
-from ckptlib.imports.index_file import has_files, json_of, read_indexed
+from ckptlib.imports.index_file import document_of, has_files, read_indexed
 from ckptlib.imports.mapped import Mapped, inside
 from ckptlib.imports.safetensors_files import read_safetensors
 from ckptlib.imports.torch_file import read_torch_file
@@ -56,7 +56,7 @@ def _index(directory: Path, pattern: str) -> Path | None:
 def _optimizer(index: Path) -> dict[str, Any]:
     """As its state_dict() was. The index names the file of the groups of parameters."""
     state = read_indexed(index, _read)
-    metadata = json_of(index.read_bytes(), str(index)).get("metadata")
+    metadata = document_of(index).get("metadata")
     name = metadata.get("param_groups") if isinstance(metadata, dict) else None
     if not isinstance(name, str) or not all(number.isdecimal() for number in state):
         raise FormatError(f"{index}: names no file of param_groups, or its entries are no numbers of parameters")

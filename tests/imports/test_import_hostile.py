@@ -314,8 +314,15 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
     refuses(tmp_path, tmp_path / "root", "not inside of it|is missing")
 
 
-def test_a_pipe_among_the_files_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "model.bin.index.json"])
+def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(tmp_path: Path, name: str) -> None:
+    """A FIFO, and a link to a device, as a cloned repository may have it."""
+    save_file({"w": torch.ones(2)}, tmp_path / "one.safetensors")
+    os.mkfifo(tmp_path / name)
+    refuses(tmp_path, tmp_path / "root", "is no file")
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
     refuses(tmp_path, tmp_path / "root", "is no file")
 
 
