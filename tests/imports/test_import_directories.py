@@ -47,6 +47,8 @@ def test_tied_to_what_is_not_there(tmp_path: Path) -> None:
 
 def test_one_file_and_a_directory_without_index(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).bfloat16(), "b": torch.arange(5), "e": torch.empty(0, 2), "s": torch.tensor(1.0)}
+    words = torch.arange(256).to(torch.uint8)
+    tensors |= {name: words.clone().view(getattr(torch, name)) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz")}
     save_file(tensors, tmp_path / "one.safetensors", metadata={"format": "pt"})
     for source in (tmp_path / "one.safetensors", tmp_path):
         found = whole(read(source))
