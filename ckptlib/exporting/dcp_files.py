@@ -123,7 +123,10 @@ def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Lea
     for path, described in found.trees.items():
         if isinstance(described, dict) and "optimizer" in described:
             name_parameters(tree, path)
-    _, paths = flatten_state_dict(tree)
+    try:
+        _, paths = flatten_state_dict(tree)
+    except ValueError as error:  # {"a.b": ...} beside {"a": {"b": ...}}
+        raise UnsupportedState(f"step {found.step}: {error}; choose with only=") from error
     leaves: dict[str, Leaf] = {}
     joined = ["/".join(map(str, path)) for path in paths.values()]
     naming.check_used(joined, f"step {found.step}")

@@ -127,6 +127,15 @@ def test_names_and_numbers_of_ones_choice(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+def test_names_that_torch_cannot_tell_apart(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path / "root", {"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}, 1)
+    with pytest.raises(UnsupportedState, match=r"step 1: duplicated flatten key model\.a\.b; choose with only="):
+        ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp")
+    assert not (tmp_path / "out").exists()
+    ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp", only="model/a.b")
+    assert load(tmp_path / "out", {"model": {"a.b": torch.zeros(1)}})["model"]["a.b"] == 1
+
+
 def test_damage_leaves_nothing(tmp_path: Path) -> None:
     ckptlib.save(tmp_path / "root", {"x": torch.randn(100_000)}, 1)
     (pack,) = (tmp_path / "root" / "packs").rglob("*.safetensors")
