@@ -13,6 +13,7 @@ import numpy as np
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import decode_chunk
 from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.second_read import decoded
 from ckptlib.codecs import registry
 from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format import keys
@@ -236,8 +237,12 @@ def _in_words(bound: tuple[float, float] | None) -> str:
 def _read_head(catalog: Catalog, run: _Run) -> None:
     pack = run.pack
     nbytes = min(run.stop, 8 + MAX_HEAD_BYTES)
-    head = catalog.store.get(pack.key, 0, nbytes)
-    check_head(head, pack.nbytes, *expected_head(pack.part, pack.layout, pack.number), pack.key)
+    expected = expected_head(pack.part, pack.layout, pack.number)
+    decoded(
+        catalog.store,
+        lambda: catalog.store.get(pack.key, 0, nbytes),
+        lambda head: check_head(head, pack.nbytes, *expected, pack.key),
+    )
 
 
 def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from functools import partial
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Proof
 from ckptlib.catalog.reading import each, in_order
+from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -178,10 +179,11 @@ def _read_part(
 
     And what is wrong with one that is sound.
     """
-    data = attempt(partial(catalog.store.get, name.key))
-    part = attempt(lambda: Part.decode(name, data)) if isinstance(data, bytes) else data
-    if not isinstance(data, bytes) or not isinstance(part, Part):
-        return name, part, []
+    read = partial(catalog.store.get, name.key)
+    found = attempt(lambda: decoded(catalog.store, read, lambda data: (data, Part.decode(name, data))))
+    if isinstance(found, CkptError):
+        return name, found, []
+    data, part = found
     digest = part.table.layout
     problem = attempt(lambda: manifest.check_layout(name, digest))
     if problem is None:

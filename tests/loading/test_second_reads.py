@@ -140,3 +140,16 @@ def test_verify_reads_again_and_tells_only_what_stays(tmp_path: Path) -> None:
     [pack] = tmp_path.glob("packs/*/*")
     flip_bit(pack, 5000)
     assert findings() == ["altered"]
+
+
+@pytest.mark.parametrize("prefix", ["packs/", "parts/"])
+def test_verify_reads_headers_and_parts_again(tmp_path: Path, prefix: str) -> None:
+    _, save, _ = saved(tmp_path, is_local=False)
+    store = NoisyDocuments(str(tmp_path))
+    store.prefix, store.is_local = prefix, False
+    store.flips = 1
+    assert [*verify_save(Catalog(store), save)] == []
+    assert store.flips == 0
+    for is_local, flips in ((True, 1), (False, 1000)):
+        store.is_local, store.flips = is_local, flips
+        assert len([*verify_save(Catalog(store), save)]) == 1
