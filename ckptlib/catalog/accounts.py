@@ -103,7 +103,7 @@ def _accounts(catalog: Catalog, listed: Sequence[SaveId]) -> Accounts:
             found = None
         if found is not None:
             told[generation] = found if known is None else fullest([found, known])
-        elif known is None and not is_beginning and not _is_rewind(catalog, generation):
+        elif known is None and not is_beginning and not is_rewind(catalog, generation):
             untold.append(generation)
     return Accounts(told, untold, problems)
 
@@ -129,7 +129,7 @@ def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
     return None
 
 
-def _is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
+def is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
     """`ckptlib rewind` puts a generation's record, and starts nothing."""
     try:
         return catalog.generation(generation).rewind

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ckptlib._version import __version__
 from ckptlib.catalog import clock
+from ckptlib.catalog.accounts import is_rewind
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.spared import enter_to_go_back
@@ -108,10 +109,18 @@ def _ask(output: Output, catalog: Catalog, save: SaveId, visible: list[SaveId], 
 
 
 def _idle_s(catalog: Catalog) -> float:
-    """Since anything was put that only a job puts, by the store's clock."""
-    store = catalog.store
-    newest = max(entry.modified for prefix in (keys.STEPS, keys.GENERATIONS) for entry in store.scan(prefix))
-    return max(clock.now(store) - newest, 0.0)
+    """Since a job put a step or its record, by the store's clock."""
+    listed = [entry for prefix in (keys.STEPS, keys.GENERATIONS) for entry in catalog.store.scan(prefix)]
+    newest = max((entry.modified for entry in listed if _is_of_a_job(catalog, entry.key)), default=0.0)
+    return max(clock.now(catalog.store) - newest, 0.0)
+
+
+def _is_of_a_job(catalog: Catalog, key: str) -> bool:
+    """People put pins, marks of `refresh`, and the records of other rewinds; an account tells that a job has ended."""
+    generation = keys.parse_generation_key(key)
+    if generation is not None:
+        return not is_rewind(catalog, generation)
+    return keys.parse_manifest_key(key) is not None
 
 
 def _put(catalog: Catalog, save: SaveId) -> Generation:

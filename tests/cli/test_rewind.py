@@ -46,8 +46,14 @@ def test_later_steps_are_hidden_and_stay(ckptlib: Ckptlib, old: LocalStore) -> N
     assert "2 steps abandoned by a rewind" in ckptlib("ls", old.url).out
 
     undo = said.out.split("ckptlib rewind ")[1].split()
-    assert ckptlib("rewind", *undo, "--yes").code == 0
+    assert ckptlib("rewind", *undo).code == 0, "a rewind is no job that may still run"
     assert steps(ckptlib, old) == [1, 2, 3, 4, 5]
+
+
+def test_what_people_put_tells_of_no_job(ckptlib: Ckptlib, old: LocalStore) -> None:
+    assert ckptlib("pin", old.url, 3).code == 0
+    assert ckptlib("refresh", old.url, 3).code == 0
+    assert ckptlib("rewind", old.url, 3).code == 0
 
 
 def test_gc_drops_what_was_abandoned_when_it_is_told_to(ckptlib: Ckptlib, old: LocalStore) -> None:
