@@ -130,6 +130,17 @@ def test_wrong_usage(ckptlib: Ckptlib, arguments: list[str]) -> None:
     assert (result.code, result.out) == (2, "")
 
 
+def test_a_working_directory_that_was_removed(
+    ckptlib: Ckptlib, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    said = ckptlib("ls", "runs/7")
+    assert (said.code, said.out) == (2, "")
+    assert "runs/7: the working directory is not there any more" in said.err
+
+
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_wrong_options_in_the_environment(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(OPTIONS_VARIABLE, text)
