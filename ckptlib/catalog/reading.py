@@ -22,14 +22,21 @@ R = TypeVar("R")
 
 
 def in_order(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahead: int = AHEAD) -> Iterator[R]:
-    """Results in the order of the items, of which only `ahead` are taken before they are asked for."""
+    """Results in the order of the items, of which only `ahead` are taken before they are asked for.
+
+    Where one raises, or nobody asks any more, those that have not begun never do: each may take a minute to fail.
+    """
     waiting: deque[Future[R]] = deque()
-    for item in items:
-        waiting.append(executor.submit(call, item))
-        if len(waiting) >= ahead:
+    try:
+        for item in items:
+            waiting.append(executor.submit(call, item))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
             yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    finally:
+        for left in waiting:
+            left.cancel()
 
 
 def each(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

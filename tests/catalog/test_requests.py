@@ -330,6 +330,24 @@ def test_the_parts_of_a_first_commit_are_read_at_once(crowd: Crowd) -> None:
     assert Committer(Catalog(crowd)).commit(save, names).world_size == NUM
 
 
+def test_behind_an_error_nothing_is_begun() -> None:
+    """Each may take a minute to fail, where a store does not answer; so may each after Ctrl-C."""
+    begun: list[int] = []
+    goes_on = threading.Event()
+
+    def call(item: int) -> None:
+        begun.append(item)
+        if item == 0:
+            raise CorruptData("item 0")
+        goes_on.wait()
+
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(CorruptData, match="item 0"):
+            [*in_order(executor, call, range(9), ahead=9)]
+        goes_on.set()
+    assert begun in ([0], [0, 1])
+
+
 def test_errors_of_many_reads_are_those_of_the_first() -> None:
     def call(item: int) -> int:
         if item in (3, 5):
