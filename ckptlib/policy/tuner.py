@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckptlib.policy.measured import Measured
 from ckptlib.policy.overhead import Overhead
-from ckptlib.policy.save_costs import KEPT, RECENT, SaveCost, SaveCosts
+from ckptlib.policy.save_costs import KEPT, RECENT, SAME_PACE, SaveCost, SaveCosts
 
 FIRST = 20
 """Steps before the first save: a baseline, of which half may be warm-up."""
@@ -202,6 +202,8 @@ class Tuner:
         elif self._beside and self._num_clean >= CLEAN:
             self._dry = 0
             self._settle()
+        else:
+            self._bound_again()
 
     def _bound_first(self) -> None:
         """The first save, of which nothing is known, must not come too late either."""
@@ -209,6 +211,16 @@ class Tuner:
             step_s = statistics.median(step.seconds for step in self._clean)
             lost_s = self._asked.at_most_lost.total_seconds() - max(self._persists, default=0.0)
             self.interval = max(min(self._first, int(lost_s / step_s)), 1)
+
+    def _bound_again(self) -> None:
+        """Steps may become slower behind the save that the interval follows from. Pauses are none of these."""
+        if self._asked.at_most_lost is not None and self._num_clean >= NEWEST:
+            step_s = statistics.median(self._clean[i].seconds for i in range(-NEWEST, 0))
+            persist_s = max(self._persists, default=0.0)
+            lost_s = self._asked.at_most_lost.total_seconds() - persist_s
+            most = max(int(lost_s / step_s), math.ceil(persist_s / step_s), 1)
+            if self.interval > SAME_PACE * most:
+                self.interval = most
 
     # What a save cost
 

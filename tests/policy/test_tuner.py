@@ -254,6 +254,17 @@ def test_the_first_save_comes_before_too_much_could_be_lost() -> None:
     assert len(training.steps) <= 8
 
 
+def test_what_may_be_lost_holds_where_steps_become_slower_behind_a_save() -> None:
+    tuned, training = Tuned(0.01, at_most_lost=timedelta(seconds=60)), Training(LIGHT)
+    steady(training, tuned)
+    training.run(30, tuned)  # the last save is written
+    before = len(training.steps)
+    training.workload = replace(LIGHT, step=20 * LIGHT.step)
+    training.run_saves(1, tuned)
+    lost = sum(step.seconds - step.pause for step in training.steps[before - 30 :])
+    assert lost + LIGHT.persist <= 60.0 * 1.3
+
+
 def test_young_bounds_the_interval() -> None:
     mtbf = timedelta(seconds=2000)
     tuned = Tuned(0.005, mtbf=mtbf)
