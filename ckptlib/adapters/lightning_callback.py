@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
@@ -175,11 +177,11 @@ class CkptlibCallback(Checkpoint):
         if self._checkpointer is not None and self._step > 0:
             self._checkpointer.save(self._step)
 
-    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+    def _metrics(self, trainer: Trainer) -> Mapping[str, float]:
         """Those of this step: what an earlier validation has told belongs to an earlier one."""
         but = () if self._validated else self._of_validation
         found = {name: value for name, value in trainer.callback_metrics.items() if name not in but}
-        return {name: float(value) for name, value in found.items() if value.numel() == 1}
+        return _Numbers({name: value for name, value in found.items() if value.numel() == 1})
 
     # Ending
 
@@ -209,6 +211,25 @@ class CkptlibCallback(Checkpoint):
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.__exit__(type(error), error, error.__traceback__)
+
+
+class _Numbers(Mapping[str, float]):
+    """Of tensors, read only where their step is saved: a read waits for all that a GPU has been given to do."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    @override
+    def __getitem__(self, name: str) -> float:
+        return float(self._tensors[name])
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _uneven(trainer: Trainer) -> list[ResumableSampler]:

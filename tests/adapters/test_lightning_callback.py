@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from helpers.registry import close_sessions
 from helpers.same import same
 from launch import fork_ranks, forked
 from places import WORKERS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptlib
 from ckptlib.adapters.lightning import CkptlibCallback
@@ -138,6 +140,25 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     assert {2, 4, 6, 8, 10, 12, 14} == validated  # also those for which no slot was free at once
     best = sorted(validated, key=lambda step: found[step]["val_loss"])[:2]
     assert {*told} == {*best, STEPS}
+
+
+def test_metrics_are_read_of_saved_steps_alone(tmp_path: Path) -> None:
+    """A read waits for all that a GPU has been given to do."""
+
+    class Reads(TorchDispatchMode):
+        ours = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                files = [frame.filename for frame in traceback.extract_stack()]
+                self.ours += any(file.endswith("adapters/lightning_callback.py") for file in files)
+            return func(*args, **(kwargs or {}))
+
+    with Reads() as reads:
+        here(tmp_path, every=100)
+    (info,) = ckptlib.checkpoints(tmp_path / "root")
+    assert "loss" in info.metrics
+    assert 0 < reads.ours < STEPS / 2
 
 
 def test_told_to_stop_before_it_may(tmp_path: Path) -> None:
