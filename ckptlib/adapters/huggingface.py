@@ -20,9 +20,9 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
+from ckptlib.adapters.trainer_callback import outlast
 from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of
 from ckptlib.catalog.unreadable import UNREADABLE
-from ckptlib.data.worker_signals import outlasting
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import by_rank_0
 from ckptlib.saving.registry import registry
@@ -104,9 +104,9 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         return next(iter(self._to_try()), None)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Whose workers outlast the signals by which a job is told to stop: else there would be no step to save."""
+        """Those of evaluations, too."""
         loader = super()._get_dataloader(*args, **kwargs)
-        outlasting(getattr(loader, "base_dataloader", loader))
+        outlast(loader)
         return loader
 
     # Saving: Trainer calls these
@@ -209,6 +209,7 @@ class _Events(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        outlast(kwargs["train_dataloader"])  # which may be of a `get_train_dataloader` of the user's
         if self._trainer._run is None:
             self._trainer._open()
         self._trainer._resuming = False

@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 
 from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_run import PREFIX, TrainerRun, checkpoints_in
 from ckptlib.catalog.unreadable import UNREADABLE
+from ckptlib.data.worker_signals import outlasting
 from ckptlib.errors import CkptError
 from ckptlib.exporting.export import HF, export
 from ckptlib.policy.when import When
@@ -25,6 +27,14 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 IN_ONE_FILE = 2**62
 """Bytes. For a model of peft, Trainer takes an index for no weights, and asks for the files of an adapter."""
+
+
+def outlast(loader: Any) -> None:
+    """Has the workers that a loader of Trainer's starts outlast the signals by which a job is told to stop: else there
+    would be no step to save."""
+    own = getattr(loader, "base_dataloader", loader)
+    if isinstance(own, DataLoader):
+        outlasting(own)
 
 
 class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
@@ -112,6 +122,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         optim = getattr(seen["optimizer"], "optimizer", seen["optimizer"])
         saved = {"model": seen["model"], "optim": optim, "sched": seen["lr_scheduler"]}
         self._run = TrainerRun(trainer, saved, self._root, self._options)
+        outlast(seen["train_dataloader"])
         self._owes_random = state.global_step > 0 and self._resume(self._run, args, int(state.global_step))
 
     def _resume(self, run: TrainerRun, args: Any, step: int) -> bool:

@@ -151,16 +151,17 @@ def test_two_ranks_killed_and_resumed(tmp_path: Path, whole_of_two: dict[str, An
     assert {f"checkpoint-{step}" for step in steps} == {*checkpoints(tmp_path / "run")}
 
 
-def test_all_processes_are_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
+@pytest.mark.parametrize("whose", ["ours", pytest.param("callback", marks=pytest.mark.slow)])
+def test_all_processes_are_told_to_stop(tmp_path: Path, whole: dict[str, Any], whose: str) -> None:
     """As Slurm does: a data loader whose workers die has Trainer raise, before the step is saved."""
     asked = {"how": "group", "dataloader_num_workers": 2}
-    given = [tmp_path / "run", STEPS, 7, tmp_path / "run.pt", "ours", json.dumps(asked)]
+    given = [tmp_path / "run", STEPS, 7, tmp_path / "run.pt", whose, json.dumps(asked)]
     command = [sys.executable, WORKERS / "hf_job.py", *given]
     job = subprocess.run(
         [*map(str, command)], env=environment(), start_new_session=True, capture_output=True, text=True
     )
     assert job.returncode == EXIT_PREEMPTED, job.stderr
-    assert_same_end(here(tmp_path / "run"), whole)
+    assert_same_end(here(tmp_path / "run", whose=whose), whole)
 
 
 def test_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
