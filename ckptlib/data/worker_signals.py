@@ -5,37 +5,42 @@ It goes to all processes of a job, and a trainer whose workers die raises before
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from multiprocessing.util import Finalize
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize, register_after_fork
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import DataLoader
 
-from ckptlib.policy.stop_signal import TOLD_BY
+from ckptlib.policy.stop_signal import SAME_NOTICE_S, TOLD_BY
 
-GRACE_S = 60.0
-"""From the first SIGTERM to a worker until it ends. It may be a trainer at its exit that sent it, and now waits for the
-end: a handler is not told who sends."""
+GRACE_S = 600.0
+"""From the first SIGTERM to a worker until it ends. A trainer that is warned minutes ahead needs batches until it has
+saved. But it may be the trainer that sent it, to a worker that hangs: a handler is not told who sends."""
 
-_held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Data loaders, and iterators of these, that may have workers, and the process that made each."""
+NAME = "ckptlib_worker"
+"""Of the process, as `ps` shows it. By this the trainer knows them."""
 
 
 def outlast_signals(worker: int) -> None:
-    """A `worker_init_fn` for any DataLoader: the first SIGTERM, and each SIGUSR1, leaves the worker alone.
+    """A `worker_init_fn` for any DataLoader: SIGTERM and SIGUSR1 leave the worker alone.
 
-    A second SIGTERM ends it, and so does a minute after the first. `resumable` gives it to its loader.
+    Another SIGTERM ends it that comes ten seconds after the first or later, and so do ten minutes. The trainer kills it
+    as it exits. `resumable` gives this to its loader.
     """
     if multiprocessing.parent_process() is not None:
         for number in TOLD_BY:  # by handlers: what the worker starts by `subprocess` has none, and no signal blocked
             signal.signal(number, _end_later if number == signal.SIGTERM else _pass)
+        with suppress(OSError):
+            Path("/proc/self/comm").write_text(NAME)
 
 
 def _pass(number: int, frame: object) -> None:
@@ -43,14 +48,17 @@ def _pass(number: int, frame: object) -> None:
 
 
 def _end_later(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, partial(_end, time.monotonic() + SAME_NOTICE_S))
     timer = threading.Timer(GRACE_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
 
 
-def _end(number: int, frame: object) -> None:
-    os._exit(0)  # as torch's own handler does, which is not in place any more
+def _end(not_before: float, number: int, frame: object) -> None:
+    """Before that it is the same notice: torchrun passes it on to the process groups of its ranks, whose workers a
+    scheduler that signals all processes has told itself."""
+    if time.monotonic() >= not_before:
+        os._exit(0)  # as torch's own handler does, which is not in place any more
 
 
 def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
@@ -65,36 +73,36 @@ def outlasting(loader: DataLoader[Any]) -> None:
     given = loader.worker_init_fn
     if not (isinstance(given, partial) and given.func is begin_worker):
         loader.worker_init_fn = partial(begin_worker, given)
-    if loader not in _held:
-        _end_at_exit(loader)  # which holds an iterator where workers are persistent
 
 
-def begun(loader: DataLoader[Any]) -> Any:
+def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     """An iterator of `loader` whose workers outlast the signals."""
     outlasting(loader)
-    batches = iter(loader)
-    if batches not in _held:
-        _end_at_exit(batches)
-    return batches
+    return iter(loader)
 
 
-def _end_at_exit(holder: Any) -> None:
-    _held[holder] = os.getpid()
-    # Where multiprocessing has started the trainer as well: that runs this at its end, and no atexit. The queues by
-    # which workers are told to end close with priority 10.
-    Finalize(holder, _end_workers, (ref(holder),), exitpriority=20)
+def _kill_workers() -> None:
+    """multiprocessing would send them SIGTERM, as a scheduler does, and wait for their ends. Torch's own workers end by
+    it wherever they are, also where they hang."""
+    workers = [child for child in multiprocessing.active_children() if _outlasts(child)]
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker was killed
+    for worker in workers:
+        worker.kill()
 
 
-def _end_workers(of: ref[Any]) -> None:
-    holder = of()
-    if holder is not None and _held.get(holder) == os.getpid():
-        for batches in (holder, getattr(holder, "_iterator", None)):
-            end = getattr(batches, "_shutdown_workers", None)  # what its __del__ does, which is not called at an exit
-            if end is not None:
-                end()
+def _outlasts(child: BaseProcess) -> bool:
+    try:
+        return Path(f"/proc/{child.pid}/comm").read_text().strip() == NAME
+    except OSError:  # it has ended
+        return False
 
 
-@atexit.register  # behind multiprocessing's own, so it runs before that sends its SIGTERM, and waits for each worker
-def _let_go() -> None:
-    for holder in list(_held):
-        _end_workers(ref(holder))
+def _kill_at_end(_: object) -> None:
+    """Of this process: as multiprocessing's own exit begins, which a trainer that it started has, too, in place of
+    atexit."""
+    Finalize(None, _kill_workers, exitpriority=20)
+
+
+_kill_at_end(None)
+register_after_fork(_kill_at_end, _kill_at_end)  # a process of multiprocessing's begins without its parent's

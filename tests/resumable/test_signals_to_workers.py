@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,31 @@ def test_the_trainer_saves(tmp_path: Path, kind: str, context: str, number: int)
     assert step > 10
 
 
+def test_a_launcher_passes_the_signal_on(tmp_path: Path) -> None:
+    """As torchrun does, to the process groups of its ranks, where a scheduler has told all processes already."""
+    job = start(tmp_path / "root", "ours", "fork")
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "training\n"
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        workers = [int(pid) for pid in children if os.getpgid(int(pid)) == job.pid]
+        assert len(workers) == 2
+        for _ in range(2):
+            for worker in workers:
+                os.kill(worker, signal.SIGTERM)
+            time.sleep(0.2)  # else the kernel may make one of both
+        job.terminate()
+        _, said = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == EXIT_PREEMPTED, said
+
+
 @pytest.mark.parametrize(
     ("kind", "context"),
     [
         ("ending", "fork"),
-        ("held", "fork"),
+        ("hanging", "fork"),
         ("ending", "forkserver"),
         pytest.param("ending", "spawn", marks=pytest.mark.slow),
     ],
@@ -63,7 +84,7 @@ def test_a_trainer_that_ends_ends_them(tmp_path: Path, kind: str, context: str) 
     """And others of its processes; also where the loader was given a `worker_init_fn` when it was ours already."""
     job = start(tmp_path / "root", kind, context)
     try:
-        told, said = job.communicate(timeout=50)  # a worker that nobody ends does so after a minute
+        told, said = job.communicate(timeout=50)  # a worker that nobody ends does so much later, or never
     finally:
         job.kill()
     assert (job.returncode, told) == (0, "training\nended\n"), said

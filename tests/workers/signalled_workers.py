@@ -1,13 +1,14 @@
 """A training whose data loader has workers: signalled_workers.py <root> <loader> <context>
 
 Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful",
-"held" or "ending". The latter two end while an iterator with workers is still held. "held" is torch's own loader, as
-Trainer holds one. "ending" is ours, with a `worker_init_fn` that is set late, by which each worker ends a program that
-it starts; the trainer ends another process of the same start method.
+"hanging" or "ending". The latter two end while an iterator with workers is still held. "hanging" is torch's own loader,
+whose workers hang then, where no handler of Python's runs. "ending" is ours, with a `worker_init_fn` that is set late,
+by which each worker ends a program that it starts; the trainer ends another process of the same start method.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from typing_extensions import override
 
 import ckptlib
 from ckptlib.data import ResumableSampler, outlast_signals, resumable
-from ckptlib.data.worker_signals import outlasting
+
+STEPS = 20
 
 
 class Numbers(Dataset[int]):
@@ -32,6 +34,21 @@ class Numbers(Dataset[int]):
 
     @override
     def __getitem__(self, item: int) -> int:
+        return item
+
+
+class Hanging(Dataset[int]):
+    """As behind a lock that another thread held as the worker was forked: at all items beyond those of the training."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    @override
+    def __getitem__(self, item: int) -> int:
+        if item >= 2 * STEPS:
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
         return item
 
 
@@ -52,18 +69,17 @@ def main(root: str, kind: str, context: str) -> Any:
     loader: Any
     if kind == "stateful":
         loader = StatefulDataLoader(Numbers(), batch_size=2, worker_init_fn=outlast_signals, **workers)
-    elif kind == "held":
-        loader = DataLoader(Numbers(), batch_size=2, **workers)
-        outlasting(loader)
+    elif kind == "hanging":
+        loader = DataLoader(Hanging(), batch_size=2, worker_init_fn=outlast_signals, **workers)
     else:
         loader = resumable(DataLoader(Numbers(), batch_sampler=ResumableSampler(8, 2), **workers))
     if kind == "ending":
         loader.loader.worker_init_fn = end_a_program
-    state = {} if kind == "held" else {"data": loader}
+    state = {} if kind == "hanging" else {"data": loader}
     weight = torch.zeros(3)
     batches = endless(loader)
     with ckptlib.Checkpointer(root, {"weight": weight, **state}, every=10**9) as ckpt:
-        for step in ckpt.loop(ckpt.restore().step, 20 if kind in ("ending", "held") else 10**9):
+        for step in ckpt.loop(ckpt.restore().step, STEPS if kind in ("ending", "hanging") else 10**9):
             weight += next(batches).sum()
             if step == 10:
                 print("training", flush=True)
