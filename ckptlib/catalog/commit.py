@@ -201,8 +201,9 @@ class Committer:
         """
         if self.catalog.is_committed(save):  # by one that died before it could say so, or before an outage
             return self._look_at_found(save)
+        taken_over = self._is_anothers(save)
         # No sweep takes parts before its record has been there for longer than a save may take.
-        unswept = self._is_anothers(save) and not self.catalog.is_there(save.trash_key)
+        unswept = taken_over and not self.catalog.is_there(save.trash_key)
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
@@ -210,8 +211,10 @@ class Committer:
             names, missing = choose_parts(found, world_size)
             if unswept and missing and 0 in found:
                 self._doubted = None  # nobody had all parts by now, so nobody has put a manifest
-            if not left:
+            if taken_over and not left:
                 raise_if_failed(self.catalog, save, found)
+            elif not left:  # an import that goes on where it failed finds the word of its first try
+                _raise_failure(self.catalog, save, found)
             if not missing:
                 return self.commit(save, names, elapsed, left)
             if seconds_left() <= 0:

@@ -197,14 +197,18 @@ def test_commit_when_whole_says_why_a_rank_failed_and_takes_its_second_attempt(c
 
 
 def test_what_rank_0_has_given_up_is_not_committed_by_its_next_writer(catalog: Catalog) -> None:
-    """All parts are there: the word came behind them, and other ranks act upon it."""
+    """All parts are there: the word came behind them, and other ranks act upon it. Of a save that nobody has committed
+    before, it came before the parts: an import goes on where it failed."""
     save, layout = SaveId(10, make_generation(catalog)), layout_of(state(10), 2)
     for rank in range(2):
         put_part(catalog, save, rank, layout, state(10))
     failed, document = FailedPart(save, 0, "f" * 8, "the store was away").encode()
     catalog.store.put(failed.key, document)
-    call = lambda: Committer(catalog).commit_when_whole(save, 2, seconds(60))  # noqa: E731
+    committer = Committer(catalog)
+    committer.doubt(save)
+    call = lambda: committer.commit_when_whole(save, 2, seconds(60))  # noqa: E731
     refused(catalog, save, call, SaveFailed, "rank 0 failed: the store was away")
+    assert Committer(catalog).commit_when_whole(save, 2, seconds(60)).world_size == 2
 
 
 def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
