@@ -1,8 +1,9 @@
 """A copy of one step into a root of its own: the same keys, the same bytes, so that it stands alone.
 
 Nothing in the documents of a step tells of its root, so they are copied as they are, with all packs that the step
-needs, whichever saves put these, and the records of the generations that led to it. Packs go first. What was put is
-then for the caller to check, by a catalog of `CopiedPacks`; documents follow, and the manifest last. No torch.
+needs, whichever saves put these, and the records of the generations that led to it. Packs go first, then layouts. What
+was put is then for the caller to check, by a catalog of `CopiedObjects`; the other documents follow, and the manifest
+last. A layout is there twice: where the source has lost one of the two, the other is copied. No torch.
 
     a crash ...                 leaves                      then a copy that is begun again
     between packs               packs that no part names    puts those that are missing
@@ -158,18 +159,22 @@ def _put_pack(
         target.put(key, head, Counted(nbytes - first, pieces()))
 
 
+def copy_layouts(source: Catalog, target: Catalog, step: StepObjects) -> None:
+    """Puts those that are missing, each with its copy, and the copy of the root's document."""
+    for digest in step.manifest.layouts:
+        layout = source.layout(digest)
+        target.shared.put_layout(digest, layout.encoded)
+        target.shared.keep_layout(digest, layout)
+    target.shared.put_copies(step.manifest.layouts)
+
+
 def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
-    """Puts the documents of a step whose packs are there and are good; the step exists then.
+    """Puts the other documents of a step whose packs and layouts are there and are good; the step exists then.
 
     Raises CkptError where a job has begun there meanwhile, which the records may supersede, and whose steps hide the
     copied one or are hidden by it; SaveFailed where a sweep has deleted some of it, or may: the step is taken back.
     """
     manifest = step.manifest
-    for digest in manifest.layouts:
-        layout = source.layout(digest)
-        target.shared.put_layout(digest, layout.encoded)
-        target.shared.keep_layout(digest, layout)
-    target.shared.put_copies(manifest.layouts)
     _check_unused(target, step, lineage, "no document of the step but its layouts is there")
     for record in reversed(lineage):
         target.shared.put_generation(record.id, source.shared.document(record.id.key))
@@ -221,8 +226,9 @@ def _condemned(target: Catalog, step: StepObjects) -> SaveId | None:
     return next((save for save in (step.manifest.save, *step.owners) if save in saves), None)
 
 
-class CopiedPacks(Store):
-    """What a reader of the copy will see, before its documents are there: packs of the target, all else of the source.
+class CopiedObjects(Store):
+    """What a reader of the copy will see, before all of it is there: packs and layouts of the target, all else of the
+    source.
 
     Nothing is put or deleted by it.
     """
@@ -233,7 +239,7 @@ class CopiedPacks(Store):
         self.pack_nbytes, self.late_nbytes = target.pack_nbytes, target.late_nbytes
 
     def _of(self, key: str) -> Store:
-        return self._target if key.startswith(keys.PACKS) else self._source
+        return self._target if key.startswith((keys.PACKS, keys.LAYOUTS, keys.COPIES)) else self._source
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:

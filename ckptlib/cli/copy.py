@@ -7,7 +7,7 @@ import time
 import click
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.copying import CopiedPacks, commit_copy, copy_packs, lineage_of, open_copy
+from ckptlib.catalog.copying import CopiedObjects, commit_copy, copy_layouts, copy_packs, lineage_of, open_copy
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output
@@ -62,8 +62,9 @@ def _copy(store: Store, new_store: Store, output: Output, step: str) -> bool:
     with progress(output, f"copying step {save.step}") as advance:
         advance.expect(objects.nbytes)
         nbytes = copy_packs(store, new_store, objects, advance)
+    copy_layouts(source, target, objects)
     with progress(output, f"verifying step {save.step}") as advance:
-        found = list(verify_save(Catalog(CopiedPacks(store, new_store)), save, advance, advance.expect))
+        found = list(verify_save(Catalog(CopiedObjects(store, new_store)), save, advance, advance.expect))
     if found:
         some = "; ".join(finding.message for finding in found[:MAX_FINDINGS])
         raise CorruptData(

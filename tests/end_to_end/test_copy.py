@@ -269,6 +269,19 @@ def test_what_is_not_whole_is_not_copied(
     assert not [*new.glob("steps/*"), *new.glob("parts/*/*")]
 
 
+@pytest.mark.parametrize("damaged", ["layouts", "copies/layouts"])
+def test_of_a_layout_that_is_there_twice_one_is_enough(source: Path, tmp_path: Path, damaged: str) -> None:
+    """Loads take the other: so a step can be brought away from a disk that begins to fail."""
+    root, new = tmp_path / "root", tmp_path / "new"
+    shutil.copytree(source, root)
+    for path in (root / damaged).iterdir():
+        flip_bit(path, 200)
+    copy(root, 4, new)
+    assert listed(new) == [4]
+    assert is_good(new)
+    assert torch.equal(loaded(new), loaded_of(source, tmp_path))
+
+
 def test_what_the_way_alters_is_found(source: Path, tmp_path: Path) -> None:
     new, plan = tmp_path / "new", tmp_path / "plan.json"
     write_plan(plan, [{"op": "write", "nth": 0, "action": "flip"}])
