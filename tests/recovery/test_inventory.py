@@ -71,6 +71,21 @@ def test_ranks_that_are_bound_to_cores_have_these_for_themselves() -> None:
     assert cores_each(("A", range(4)), ("A", range(4, 8)), ("A", range(100, 103))) == [4, 4, 3]
 
 
+def test_who_can_read_several_shares_can_read_each_of_them() -> None:
+    there = inventory("AABC", {0: "AB", 1: "A", 2: "BC", 3: "A"})
+    assert there.readers(SNAPSHOT, [0]) == (0, 1, 2)
+    assert there.readers(SNAPSHOT, [0, 1]) == (0, 1)
+    assert there.readers(SNAPSHOT, [0, 2]) == (2,)
+    assert there.readers(SNAPSHOT, [1, 2]) == there.readers(SNAPSHOT, []) == ()
+
+
+def test_of_two_snapshots_of_one_step_the_later_one_comes_first() -> None:
+    """As where `save` was asked for a step that was in memory already: the state may have been changed in between."""
+    numbers = [replace(SNAPSHOT, number=number, world_size=1) for number in (4, 12, 3)]
+    told = [describe([replace(found(0, "A"), snapshot=number) for number in numbers], ["A"], "A", [0])]
+    assert [snapshot.number for snapshot in Inventory(told).whole()] == [12, 4, 3]
+
+
 @pytest.mark.parametrize("odd", [0, 3])
 def test_shares_that_differ_are_no_snapshot(odd: int) -> None:
     """Its job had no time to vote upon it."""

@@ -43,7 +43,7 @@ from ckptlib.ranks.meeting import group_of
 from ckptlib.reading.reader import Want
 from ckptlib.reading.source import own_rank
 from ckptlib.recovery import remote_slots as remote_module
-from ckptlib.recovery.inventory import Found, Inventory, Transfer, describe, look
+from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, Transfer, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
 from ckptlib.slots.header import SlotHeader
@@ -277,6 +277,31 @@ def only_what_is_needed(directory: Path) -> None:
         source.close()
 
 
+def another_copy(directory: Path) -> None:
+    """Rank 0 lacks its share, and the others have it. The one that it is read from first is damaged."""
+    here, group = directory / f"memory{rank()}", group_of(None, PATIENCE)
+    here.mkdir()
+    with slot_of(here, CAPACITY) as slot:
+        if rank() > 0:
+            seal(slot, 1, 0)
+        inventory = Inventory(group.gather(describe(look([slot], ROOT_ID), [memory_of(here)], boot_id(), [0])))
+        snapshot, needs = SnapshotId(SaveId(1, GenerationId(1, "00000001")), 1, 3), {0} if rank() == 0 else set[int]()
+        (first,) = inventory.moves(snapshot, [[0], [], []])
+        if rank() == first.sender:
+            flip(slot, PAGE_BYTES + 1000)
+        dist.barrier()
+        source = InMemory(group, world(), inventory, snapshot, PATIENCE)
+        source.bring(needs)
+        for _ in needs:
+            assert source.part(0).packs[0].key == first.found.path
+        assert source.drop_damaged(), "on all ranks"
+        source.bring(needs)
+        for _ in needs:
+            assert source.part(0).packs[0].key != first.found.path
+        assert not source.drop_damaged()
+        source.close()
+
+
 def long_restore(directory: Path) -> None:
     """It takes longer than the time-out: rank 1 has all that it needs, and rank 2 reads on by one stream."""
     with slot_of(directory, CAPACITY) as slot:
@@ -333,6 +358,7 @@ CASES = [
     liars_who_ask,
     liars_who_serve,
     only_what_is_needed,
+    another_copy,
     long_restore,
     killed,
 ]
