@@ -19,10 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import raise_if_failed
 from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreError, StoreFull, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
-from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
@@ -38,6 +36,7 @@ from ckptlib.writer.commits import Commits
 from ckptlib.writer.failures import Failures
 from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.open_slots import OpenSlots
+from ckptlib.writer.own_shares import OwnShares
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.requests import NotedStore, Request, Requests
 from ckptlib.writer.rescue import left_of, rescue
@@ -133,7 +132,7 @@ class WriterProcess:
         self._trainer.leave()
         error = SaveFailed("the trainer died before its snapshot was whole")
         for save, drains in sorted(self._expected.items()):
-            self._persists.put(partial(self._fail, save, error, drains))
+            self._persists.put(partial(self._shares.fail, save, error, drains))
 
     def _await_record(self) -> None:
         """Without the record of its generation, snapshots that the trainer has left in memory or on the local disk
@@ -203,15 +202,15 @@ class WriterProcess:
                 self._tier.note_whole(save, int(message["settled"]), bool(message["recorded"]))
         elif op == "void":
             self._expected.pop(save, None)
-            self._persists.put(partial(self._fail, save, SaveFailed(message["error"]), drains))
+            self._persists.put(partial(self._shares.fail, save, SaveFailed(message["error"]), drains))
         elif op == "persist":
             self._expected.pop(save, None)
             self._slots.take(message["slot"])
             how = drains, message.get("layout", True), message.get("again", False)
-            self._persists.put(partial(self._persist, save, message["slot"], *how))
+            self._persists.put(partial(self._shares.persist, save, message["slot"], *how))
         elif op == "drain":
             assert self._tier is not None
-            self._tier.jobs.put(partial(self._drain, self._tier, save, again=message.get("again", False)))
+            self._tier.jobs.put(partial(self._shares.drain, save, again=message.get("again", False)))
         elif op == "commit":
             self._commits.put(save, message["began"], message.get("again", False))
         elif op == "await":
@@ -237,7 +236,6 @@ class WriterProcess:
         catalog.shared.opened_id = message["root"]
         if (page := message.get("account_fd")) is not None:
             self._account = StartAccount(int(page), message["generation"], catalog.shared, self._trainer.dead)
-        self._failures = Failures(self._channel, catalog.shared, self._rank, self._watchdog.slack_s)
         make = partial(
             Persister,
             executor=ThreadPoolExecutor(1, "ckptlib-digest"),
@@ -254,10 +252,13 @@ class WriterProcess:
             tier.open(deadline_s, self._persister.note_upload)
             tier.gives_up_at = self._trainer.stops_draining
             tier.watched = lambda save: self._watchdog.work("drain", save, time.monotonic() + deadline_s)
-        self._parts = self._persister.parts if self._tier is None else self._tier.parts
-        told = self._channel, self._trainer, self._watchdog, self._failures
+        failures = Failures(self._channel, catalog.shared, self._rank, self._watchdog.slack_s)
+        told = self._channel, self._trainer, self._watchdog, failures
         self._commits = Commits(*told, catalog, world_size, keep if self._rank == 0 else None, self._tier)
         self._beginning = Beginning(*told[:3], catalog, self._go_on_from)
+        self._shares = OwnShares(
+            *told, catalog, self._rank, self._slots, self._beginning, self._persister, self._tier, self._commits
+        )
         self._is_set_up = True
         self._channel.send({"event": "ready"})
 
@@ -268,104 +269,6 @@ class WriterProcess:
             self._catalog.keep_stand(manifest)
         if self._account is not None:
             self._account.continues(save, manifest, known is not None and known.accounted)
-
-    def _persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool) -> None:
-        began = time.monotonic()
-        deadline = began + self._trainer.deadline_s
-        try:
-            with self._watchdog.work("persist", save, deadline):
-                part = self._persist_slot(save, path, drains, puts_layout, again, deadline)
-        except (CkptError, OSError, ValueError) as error:
-            self._fail(save, error, drains)
-            self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
-            return
-        nbytes, seconds = part.nbytes_put, time.monotonic() - began
-        total = part.table.nbytes_data
-        log.info("step %d: %d bytes persisted in %.3f s, for a share of %d bytes", save.step, nbytes, seconds, total)
-        told = {"save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes, "began": began}
-        if self._tier is not None:
-            told["drains"] = drains
-        self._channel.send({"event": "released", **told})
-        if self._tier is not None:
-            if drains:
-                self._tier.jobs.put(partial(self._drain, self._tier, save, puts_layout))
-        elif self._rank == 0:
-            self._commits.put(save, began)
-
-    def _persist_slot(
-        self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool, deadline: float
-    ) -> Part:
-        """`again`: a writer that died may have put a part of it. On a disk that one is found."""
-        if again and self._tier is None:
-            self._parts.doubt(save)
-        try:
-            slot = self._slots.find(path)
-        except FormatError as error:
-            raise FormatError(f"the writer lacks the slot of step {save.step}: {error}") from error
-        try:
-            if self._tier is None:
-                if again:
-                    raise_if_failed(self._catalog, save)  # as the one that died may have told
-                self._beginning.put()
-                part = self._persister.persist(slot, save, deadline, may_be_parent=not again, puts_layout=puts_layout)
-                if again:
-                    self._persister.search_again()
-                return part
-            self._tier.look_there()
-            self._tier.make_room(save)
-            try:
-                return self._persist_on_disk(self._tier, slot, save, drains, deadline)
-            except StoreFull as error:
-                log.warning("step %d is written once more, with less beside it on the disk: %s", save.step, error)
-                self._tier.make_room(save, least=True)
-                return self._persist_on_disk(self._tier, slot, save, drains, deadline)
-        finally:
-            slot.unlock()
-
-    def _persist_on_disk(self, tier: Tier, slot: Slot, save: SaveId, drains: bool, deadline: float) -> Part:
-        tier.note_begun()
-        there = tier.persisted(slot, save)
-        if there is not None:
-            return there
-        tier.note_new(save)
-        return self._persister.persist(slot, save, deadline, may_be_parent=drains)
-
-    def _drain(self, tier: Tier, save: SaveId, puts_layout: bool = True, again: bool = False) -> None:
-        """`again`: a writer that is gone may have drained it, and rank 0's may have committed it."""
-
-        def before() -> None:
-            if again:
-                raise_if_failed(self._catalog, save)  # as the one that is gone may have told
-            self._beginning.put()
-
-        try:
-            tier.drain(save, before, puts_layout)
-        except (CkptError, OSError, ValueError) as error:
-            tier.settle(save)
-            may_be_put = self._parts.may_have_put(save)
-            self._failures.give_up(save, error, again or (may_be_put and self._rank != 0), is_put=may_be_put)
-            self._commits.forget(save, error)
-            return
-        self._channel.send({"event": "drained", "save": str(save)})
-        if self._rank == 0:
-            self._commits.put(save, time.monotonic(), again)
-        else:
-            tier.settle(save)
-
-    def _fail(self, save: SaveId, error: BaseException, drains: bool = True) -> None:
-        """From the thread that persists: this rank's part will not come.
-
-        With a local tier that thread does not wait for the store, and nobody waits for what is not drained.
-        """
-        self._commits.forget(save, error if self._tier is None else None)
-        if self._tier is None:
-            may_be_put = self._parts.may_have_put(save)
-            self._failures.give_up(save, error, may_be_put and self._rank != 0, is_put=may_be_put)
-            return
-        self._tier.settle(save)
-        if drains:
-            self._tier.jobs.put(partial(self._failures.publish, save, describe(error)))
-        self._failures.report(save, error)
 
     # What the store does not answer; from the watchdog's thread
 
@@ -386,7 +289,7 @@ class WriterProcess:
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
             failure: Message = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
-            if work.what == "commit" or self._parts.may_have_put(work.save):  # nobody has word yet that it is given up
+            if work.what == "commit" or self._shares.parts.may_have_put(work.save):  # nobody has word of its end yet
                 failure["in_doubt"] = True
             self._channel.send({"event": "failed", **failure, "replace": True})
         elif work.what == "begin":
