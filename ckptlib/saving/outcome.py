@@ -384,6 +384,7 @@ class Outcomes:
     def close(self, timeout: timedelta) -> None:
         """The writer finishes its saves, whose outcome is noted."""
         with self.turn:
-            for event in self._writer.close(timeout.total_seconds()):
-                self._news.tell(event)
-                self.note(event)
+            try:
+                self._events += self._writer.close(timeout.total_seconds())
+            finally:
+                self.poll()

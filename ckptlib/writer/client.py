@@ -364,8 +364,8 @@ class Writer:
 
         A snapshot that was expected and is not there by now never will be: who was to take it was interrupted.
 
-        Raises WaitTimeout when it does not end in time; it goes on then. Where all that it has yet to do is to remove
-        old steps, that is no error: they may stay until the next sweep.
+        Raises WaitTimeout when it does not end in time; it goes on then, and `poll` returns what it has said. Where all
+        that it has yet to do is to remove old steps, that is no error: they may stay until the next sweep.
         """
         self.wake()
         for order in self._open.of("expect"):
@@ -383,6 +383,7 @@ class Writer:
                 self.leave()
                 return events
             if time.monotonic() > deadline:
+                self._noted = events
                 self._let_go()
                 raise WaitTimeout(
                     f"the writer (pid {self.pid}) did not finish within {timeout_s:.0f} s; it goes on alone"

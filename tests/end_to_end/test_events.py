@@ -9,19 +9,23 @@ import pty
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.inside import fence_of, num_saves, settle, stager_of
+from helpers.inside import fence_of, forget_last_save, has_said, num_saves, settle, stager_of
 from helpers.one_job import WAIT_S, Job, faulty, step_once, steps, wait_settled
 from helpers.stage import held, pending_of, replace_pending
+from helpers.writers import until
 from launch import fork_one, fork_ranks
 from workers.torn import OpensGate
 
 import ckptlib
-from ckptlib.errors import SaveFailed, TornSnapshot
+from ckptlib.errors import SaveFailed, TornSnapshot, WaitTimeout
 from ckptlib.events import Begun, Committed, Event, Failed, Held, IntervalChanged, Restored, Staged, Stopping, Torn
+from ckptlib.writer.channel import Message
+from ckptlib.writer.client import Writer
 
 
 def train(ckpt: ckptlib.Checkpointer, job: Job, first: int, last: int) -> None:
@@ -239,6 +243,29 @@ def test_a_callback_of_a_save_that_nobody_waits_for(tmp_path: Path) -> None:
     )
     assert fork_one(script, log=log, timeout_s=120) == 0, log.read_text()
     assert log.read_text() == "1 True None\n"
+
+
+def test_what_is_committed_as_a_close_that_times_out_waits_is_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Event] = []
+    first = {"op": "put", "key": "^steps/", "action": "hold"}
+    second = {"op": "commit", "key": "^packs/0*2-", "action": "hold"}
+    ckpt = ckptlib.Checkpointer(faulty(job, [first, second]), job.state, every=1000, on_event=told.append)
+    for step in (1, 2):
+        job.body()
+        ckpt.save(step)
+    forget_last_save(ckpt)
+    close = Writer.close
+
+    def close_behind_the_commit(writer: Writer, timeout_s: float) -> list[Message]:
+        faulty(job, [second])
+        until(lambda: has_said(ckpt, "committed"))
+        return close(writer, timeout_s)
+
+    monkeypatch.setattr(Writer, "close", close_behind_the_commit)
+    with pytest.raises(WaitTimeout):
+        ckpt.close(timedelta(seconds=0.2))
+    assert [event.step for event in told if isinstance(event, Committed)] == [1]
+    faulty(job, [])
 
 
 def test_ranks_are_told_what_they_know(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ckptlib
@@ -56,6 +58,14 @@ def num_failures(ckpt: ckptlib.Checkpointer) -> int:
 def num_wanted(ckpt: ckptlib.Checkpointer) -> int:
     """How many saves there are whose outcome this rank asks for, though nobody waits for it."""
     return len(session_of(ckpt).outcomes._wanted)
+
+
+def has_said(ckpt: ckptlib.Checkpointer, event: str) -> bool:
+    """Whether the writer has said so, and this process has not heard it yet."""
+    with suppress(BlockingIOError):
+        heard = writer_of(ckpt)._child.channel._socket.recv(1 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return f'"{event}"'.encode() in heard
+    return False
 
 
 def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:

@@ -814,6 +814,21 @@ def test_what_a_writer_had_given_up_as_it_died_is_not_put_by_the_next_one(bench:
     assert not [*bench.root.glob("parts/*/*-ok-*")]
 
 
+def test_what_it_said_of_earlier_saves_is_not_lost_where_it_does_not_end(bench: Bench) -> None:
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": "commit", "key": "^packs/0*2-", "action": "hold"}])
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    for step in (1, 2):
+        save, slot = bench.slot(step)
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+    until(lambda: bool([*bench.root.glob("steps/*.json")]))
+    with pytest.raises(WaitTimeout):
+        writer.close(1.0)
+    assert hear(writer, "committed")["save"] == str(SaveId(1, bench.generation))
+    write_plan(plan, [])
+
+
 def test_a_writer_that_does_not_end_is_named(bench: Bench) -> None:
     writer = bench.writer()
     os.kill(writer.pid, signal.SIGSTOP)
