@@ -52,6 +52,8 @@ class Outcome:
     """When a rank that does not commit asks the store next, where nobody waits; None: nobody is to know."""
     watches: int = 0
     """How often a rank that does not commit has asked for its outcome without an answer."""
+    owed: bool = False
+    """Whether the writer has yet to say what became of this rank's own share."""
 
     @property
     def decided(self) -> bool:
@@ -105,6 +107,7 @@ class Outcomes:
 
     def expect(self, outcome: Outcome) -> None:
         """From now on the writer may tell of it."""
+        outcome.owed = True
         self._open[str(outcome.save)] = outcome
         self._asked_for.add(outcome)
 
@@ -165,11 +168,13 @@ class Outcomes:
                 outcome.local = durable
             if durable and (self._rank != 0 or event.get("drains") is False):
                 self.run.succeed()
-                if outcome is not None and not outcome.watches and not event.get("drains"):
-                    del self._open[key]
+                if outcome is not None:
+                    outcome.owed = bool(event.get("drains"))
+                    self._let_go(outcome)
         elif kind == "drained":
-            if self._rank != 0 and outcome is not None and not outcome.watches:
-                del self._open[key]
+            if self._rank != 0 and outcome is not None:
+                outcome.owed = False
+                self._let_go(outcome)
         elif kind == "committed":
             self._open.pop(key, None)
             self.run.succeed()
@@ -182,8 +187,7 @@ class Outcomes:
                 self._call_back(outcome)
         elif kind == "undecided" and outcome is not None:  # who asked was told by a time-out, and may ask again
             outcome.watches -= 1
-            if not outcome.watches and not self._snapshots.is_persisting(key):
-                del self._open[key]
+            self._let_go(outcome)
         elif kind == "failed":
             if not event.get("seen"):
                 self._snapshots.released(key, durable=False)
@@ -192,6 +196,11 @@ class Outcomes:
                 return
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key, "in_doubt" in event)
+
+    def _let_go(self, outcome: Outcome) -> None:
+        """Where the writer will say no more of it unless it is asked."""
+        if not outcome.owed and not outcome.watches:
+            del self._open[str(outcome.save)]
 
     def _tell_committed(self, step: int, event: Mapping[str, object]) -> None:
         nbytes, seconds = event["nbytes"], event["seconds"]
@@ -374,11 +383,11 @@ class Outcomes:
         with self.turn:
             event = self._news.of(str(outcome.save))
             if event is not None:
-                self.expect(outcome)
+                self._open[str(outcome.save)] = outcome
                 self.note({**event, "seen": True})
             elif self._news.is_due(looks) and not outcome.watches:
                 outcome.watches += 1
-                self.expect(outcome)
+                self._open[str(outcome.save)] = outcome
                 self._writer.watch(outcome.save, 0.0)
 
     def close(self, timeout: timedelta) -> None:

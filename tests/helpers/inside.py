@@ -68,6 +68,11 @@ def has_said(ckpt: ckptlib.Checkpointer, event: str) -> bool:
     return False
 
 
+def is_asking(pending: ckptlib.Pending) -> bool:
+    """Whether this rank has asked its writer for the outcome of a save, and has no answer yet."""
+    return pending._outcome.watches > 0
+
+
 def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:
     """Takes in what the writer and the staging thread have said, and waits so long for more."""
     session_of(ckpt).outcomes.poll(seconds)

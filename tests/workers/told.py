@@ -8,12 +8,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch
-from helpers.inside import num_wanted, poll
+from helpers.inside import forget_last_save, is_asking, num_wanted, poll
 from workers.rank_cases import PATIENCE_S, checkpointer, rank, run_cases
 
 import ckptlib
-from ckptlib.events import Begun, Committed, Event, Staged
+from ckptlib.errors import SaveFailed
+from ckptlib.events import Begun, Committed, Event, Failed, Staged
+from ckptlib.testing import write_plan
 
 POLL_S = 0.01
 """Two ranks that spin leave writers on two cores next to nothing."""
@@ -67,6 +70,34 @@ def test_nobody_asks_for_what_stays_on_local_disks_before_it_is_drained(director
     assert called == [(step, True)]
 
 
+def test_a_rank_that_has_asked_in_vain_is_told_that_its_own_drain_fails(directory: Path) -> None:
+    told: list[Event] = []
+    directory.mkdir(exist_ok=True)
+    plan = directory / f"plan-{rank()}"
+    options = {"every": 1000, "local": directory / f"disk-{rank()}", "on_event": told.append}
+    url = f"fault+file://{directory}/root?plan={plan}"
+    with checkpointer(url, {"x": torch.ones(1000)}, **options) as ckpt:
+        if rank() == 1:
+            write_plan(plan, [{"op": "scan", "key": "^generations/", "action": "hold"}])
+        pending = ckpt.save(1)
+        if rank() == 1:
+            pending.wait_local(PATIENCE_S)
+            for asks in (True, False):
+                while is_asking(pending) != asks:
+                    assert not pending.done()
+                    time.sleep(POLL_S)
+            write_plan(plan, [{"op": "put", "key": "^parts/.*-ok-", "action": "full"}])
+            deadline = time.monotonic() + PATIENCE_S
+            while not told[2:] and time.monotonic() < deadline:
+                poll(ckpt)
+                ckpt._session.listener.deliver()
+                time.sleep(POLL_S)
+            assert [type(event) for event in told] == [Begun, Staged, Failed]
+        with pytest.raises(SaveFailed):
+            pending.wait_committed(PATIENCE_S)
+        forget_last_save(ckpt)
+
+
 def test_another_rank_may_ask_whether_it_is_done(directory: Path) -> None:
     with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
         pending = ckpt.save(1)
@@ -81,6 +112,7 @@ if __name__ == "__main__":
             test_rank_0_is_told_of_the_commit,
             test_another_rank_is_called_back_though_nobody_waits,
             test_nobody_asks_for_what_stays_on_local_disks_before_it_is_drained,
+            test_a_rank_that_has_asked_in_vain_is_told_that_its_own_drain_fails,
             test_another_rank_may_ask_whether_it_is_done,
         ]
     )
