@@ -42,6 +42,7 @@ from ckptlib.stores.base import (
     range_nbytes,
 )
 from ckptlib.stores.bounded import in_thread, on_loop
+from ckptlib.stores.fsspec_errors import concerns_all, is_behind_the_end, is_forbidden, is_page, may_pass
 from ckptlib.stores.io_limits import IDLE_S, RETRY_S, SLOWEST_BPS
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.secrets import Secrets, without_userinfo
@@ -104,7 +105,7 @@ class FsspecStore(Store):
                     raise StoreTimeout(f"no answer within {now - began:.0f} s, for {nbytes} bytes") from None
                 time.sleep(max(0.0, min(1.0, tried + limit_s - now)))  # the backend itself may be in a hurry
             except Exception as error:
-                wait_s = again.wait_s() if _may_pass(error) else None
+                wait_s = again.wait_s() if may_pass(error) else None
                 if wait_s is None:
                     raise
                 time.sleep(wait_s)
@@ -178,7 +179,7 @@ class FsspecStore(Store):
             read = self._call("cat_file", path, start=offset, end=end, nbytes=nbytes or PACK_NBYTES, deadline=deadline)
             return bytes(read)
         except Exception as error:
-            if _is_behind_the_end(error) and offset >= self._size(path, deadline):
+            if is_behind_the_end(error) and offset >= self._size(path, deadline):
                 return b""
             raise
 
@@ -250,7 +251,7 @@ class FsspecStore(Store):
                 try:
                     self._call("rm_file", path)
                 except _ABSENT as error:
-                    if _is_page(error):
+                    if is_page(error):
                         raise
 
     def _path(self, key: str) -> str:
@@ -271,7 +272,7 @@ class FsspecStore(Store):
         except CkptError:
             raise
         except _ABSENT as error:
-            if doing == "get" and not _is_page(error):
+            if doing == "get" and not is_page(error):
                 raise ObjectNotFound(f"{self.url}/{key}: no such object") from None
             raise self._failure(error, doing, key) from self._secrets.harmless(error)
         except OSError as error:
@@ -286,66 +287,16 @@ class FsspecStore(Store):
         kind: type[StoreError] = StoreError
         if isinstance(error, NoBucket):
             return StoreDenied(f"{self.url}/{key}: cannot {doing}: {cause}; make it, or correct the URL")
-        if _is_page(error):
+        if is_page(error):
             kind, cause = StoreTimeout, f"{cause}; is there a proxy in the way?"
-        elif _is_forbidden(error):
-            kind = ObjectUnreadable if doing == "get" and not _concerns_all(error) else StoreDenied
+        elif is_forbidden(error):
+            kind = ObjectUnreadable if doing == "get" and not concerns_all(error) else StoreDenied
             cause += "; check the credentials, and what they may do there"
         return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
 
 
 class NoBucket(Exception):
     """The bucket or directory of the URL does not exist."""
-
-
-def _is_forbidden(error: Exception) -> bool:
-    """Whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
-    if _is_throttled(error):
-        return False
-    if isinstance(error, PermissionError) or not {401, 403}.isdisjoint(_statuses(error)):
-        return True
-    return _is_gcs_403(error)
-
-
-def _is_gcs_403(error: Exception) -> bool:
-    """gcsfs tells of it by a text alone: "Forbidden: ", the path, and on lines of their own what Google says."""
-    return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
-
-
-def _concerns_all(error: Exception) -> bool:
-    """Whether a refusal can only be of the whole store: who asks is not known, or his clock is wrong."""
-    return 401 in _statuses(error) or getattr(error, "error_code", None) == "AuthenticationFailed"
-
-
-def _may_pass(error: Exception) -> bool:
-    return _is_throttled(error) or _is_page(error)
-
-
-def _is_page(error: Exception) -> bool:
-    """Whether 403 or 404 is said by a proxy, and not by a store: Google's has a message, Azure's a code. adlfs makes
-    FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
-    if _is_gcs_403(error):
-        return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")
-    said = error.__cause__ if isinstance(error, FileNotFoundError) else error
-    return not {403, 404}.isdisjoint(_statuses(said)) and getattr(said, "error_code", "") is None
-
-
-def _is_throttled(error: Exception) -> bool:
-    """Whether it is Google's 403 for rateLimitExceeded or userRateLimitExceeded, which gcsfs does not send again.
-
-    https://cloud.google.com/storage/docs/json_api/v1/status-codes
-    """
-    return _is_gcs_403(error) and "rate limit" in str(error).partition("\n")[2].lower()
-
-
-def _is_behind_the_end(error: Exception) -> bool:
-    """Whether it may be status 416: a range that begins at the object's end, or behind it. s3fs makes EINVAL of it."""
-    return getattr(error, "errno", None) == errno.EINVAL or 416 in _statuses(error)
-
-
-def _statuses(error: object) -> list[object]:
-    """Where the clients of each backend put the status of HTTP."""
-    return [getattr(error, name, None) for name in ("status_code", "status", "code")]
 
 
 def _needs_size_first(nbytes: int | None) -> bool:
