@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ from ckptlib.stores.base import (
 )
 from ckptlib.stores.bounded import in_thread, on_loop
 from ckptlib.stores.fsspec_errors import concerns_all, is_behind_the_end, is_forbidden, is_page, may_pass
-from ckptlib.stores.io_limits import IDLE_S, RETRY_S, SLOWEST_BPS
+from ckptlib.stores.io_limits import DOCUMENT_THREADS, IDLE_S, RETRY_S, SLOWEST_BPS
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
@@ -246,13 +247,23 @@ class FsspecStore(Store):
 
     @override
     def delete(self, *keys: str) -> None:
-        for key, path in [(key, self._path(key)) for key in keys]:
-            with self._failures("delete", key):
-                try:
-                    self._call("rm_file", path)
-                except _ABSENT as error:
-                    if is_page(error):
-                        raise
+        paths = [(key, self._path(key)) for key in keys]
+        if len(paths) > 1 and self._fs.async_impl:  # another client may have one connection for all threads
+            with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-delete") as threads:
+                for _ in threads.map(self._delete, paths):
+                    pass
+        else:
+            for path in paths:
+                self._delete(path)
+
+    def _delete(self, one: tuple[str, str]) -> None:
+        key, path = one
+        with self._failures("delete", key):
+            try:
+                self._call("rm_file", path)
+            except _ABSENT as error:
+                if is_page(error):
+                    raise
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
