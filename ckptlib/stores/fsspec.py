@@ -200,8 +200,7 @@ class FsspecStore(Store):
         path = f"{self._root}/{directory}".rstrip("/")
         with self._failures("list", prefix):
             self._fs.invalidate_cache()
-            infos = self._find(path) if self._lists_flat else list(self._walk(path))
-            entries = [self._entry(info) for info in infos if info["type"] == "file"]
+            entries = [self._entry(info) for info in self._below(path) if info["type"] == "file"]
         found = {entry.key: entry for entry in entries if entry.key.startswith(prefix) and is_key(entry.key)}
         return [found[key] for key in sorted(found) if key > after]
 
@@ -212,6 +211,13 @@ class FsspecStore(Store):
             self._fs.invalidate_cache()
             entries = [self._entry(info) for info in self._list(self._root) if info["type"] == "file"]
         return sorted(entry.key for entry in entries if is_key(entry.key))[:most]
+
+    def _below(self, path: str) -> Iterable[dict[str, Any]]:
+        """Every file. Some hundred thousand take longer than one listing may: then each directory has its own."""
+        if self._lists_flat:
+            with contextlib.suppress(StoreTimeout):
+                return self._find(path)
+        return self._walk(path)
 
     def _find(self, path: str) -> list[dict[str, Any]]:
         try:

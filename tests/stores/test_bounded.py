@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import uuid
@@ -94,7 +95,8 @@ def test_a_call_that_is_not_answered_once_is_made_again(
 def test_a_call_that_is_never_answered_ends(store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
     deaf = Deaf(float("inf"))
-    monkeypatch.setattr(client_of(store), METHODS[op], deaf(getattr(client_of(store), METHODS[op])))
+    for method in {METHODS[op], "ls"}:  # each directory is listed where all of them cannot be
+        monkeypatch.setattr(client_of(store), method, deaf(getattr(client_of(store), method)))
     until(lambda: asked_again(store, op, deaf))
     deaf.freed.set()
 
@@ -111,6 +113,24 @@ def until(true: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end
+
+
+def test_what_is_too_much_for_one_listing_is_listed_by_directories(
+    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some hundred thousand objects a listing takes minutes: no sweep would come to its end."""
+    monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
+    store.put("a/c/d", b"5")
+    deaf = Deaf(float("inf"))
+    monkeypatch.setattr(client_of(store), "find", deaf(client_of(store).find))
+
+    def is_listed() -> bool:
+        with contextlib.suppress(StoreTimeout):  # on a busy machine
+            return keys(store, "a/") == ["a/b", "a/c/d"]
+        return False
+
+    until(is_listed)
+    deaf.freed.set()
 
 
 @pytest.mark.parametrize("op", ["put", "get_into"])
