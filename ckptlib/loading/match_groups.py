@@ -133,8 +133,8 @@ class GroupTargets:
         if found is None:  # for all groups at once: there may be one for each parameter
             found = self._options[path] = {}
             begin = group_path(path, 0)[:-1]
-            for name, entry in self._saved.tensors.items():
-                if name.startswith(begin):
+            for name in self._saved.beginning_with(begin, ()):
+                if (entry := self._saved.tensors.get(name)) is not None:
                     index, _, rest = name[len(begin) :].partition("/")
                     segment, _, rest = rest.partition("/")
                     found.setdefault(index, {}).setdefault(segment, {})[rest] = entry.name

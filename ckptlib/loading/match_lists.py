@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import count, takewhile
 
 from ckptlib.format.paths import join
@@ -18,11 +17,6 @@ class ListTargets:
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
         self._saved = plan.saved
-
-    @cached_property
-    def _names(self) -> list[str]:
-        """Those of tensors and objects, sorted."""
-        return sorted([*self._saved.tensors, *self._saved.objects])
 
     def add(self, node: list[object], path: str) -> int:
         """Has a list get the values that it lacks, and lose those that were not saved.
@@ -61,4 +55,4 @@ class ListTargets:
         """Whether anything was saved under this name, or below it."""
         saved = self._saved
         at_it = name in values or name in saved.tensors or name in saved.objects
-        return at_it or any_below(self._names, name) or bool(saved.below(name))
+        return at_it or any_below(saved.names, name) or bool(saved.below(name))

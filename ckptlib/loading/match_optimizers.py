@@ -185,10 +185,10 @@ class OptimizerTargets:
         """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
-        nested = below_any(p for p in self._saved.objects if p.startswith(prefix) and p != path)
-        plain = chain.from_iterable(map(self._saved.values_with, sorted(layouts)))
-        for name in (*self._saved.tensors, *plain, *self._saved.objects):
-            if name == path or not name.startswith(prefix) or nested(name):
+        names = self._saved.beginning_with(prefix, layouts)  # there may be an optimizer for each parameter
+        nested = below_any(name for name in names if name in self._saved.objects and name != path)
+        for name in names:
+            if name == path or nested(name):
                 continue
             self._plan.use(name)
             if self._saved.is_of_others(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from ckptlib.format.values import Json
 
@@ -24,8 +24,13 @@ def at_or_below(names: Sequence[str], name: str) -> bool:
 
 def names_below(names: Sequence[str], name: str) -> Iterator[str]:
     """Those of the sorted names that are below one."""
-    head = f"{name}/"
-    return takewhile(lambda found: found.startswith(head), islice(names, bisect_left(names, head), None))
+    return beginning_with(names, f"{name}/")
+
+
+def beginning_with(names: Sequence[str], head: str) -> Iterator[str]:
+    """Those of the sorted names that begin so. Looks at no others: there may be thousands of heads, too."""
+    positions = range(bisect_left(names, head), len(names))  # islice() would pass over all that come before
+    return takewhile(lambda found: found.startswith(head), map(names.__getitem__, positions))
 
 
 class RankValues:
@@ -36,15 +41,16 @@ class RankValues:
 
     def reach(self, name: str) -> bool:
         """Whether there is a value at a name or below it."""
-        return name in self.values or any_below(self._names, name)
+        return name in self.values or any_below(self.names, name)
 
     def below(self, name: str) -> list[str]:
         """The names below a name, without it, in the order that they were saved in."""
-        found = sorted(names_below(self._names, name), key=self._positions.__getitem__)
+        found = sorted(names_below(self.names, name), key=self._positions.__getitem__)
         return [saved[len(name) + 1 :] for saved in found]
 
     @cached_property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Sorted."""
         return sorted(self.values)
 
     @cached_property

@@ -13,7 +13,7 @@ from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
-from ckptlib.reading.rank_values import RankValues, any_below, at_or_below, names_below
+from ckptlib.reading.rank_values import RankValues, any_below, at_or_below, beginning_with, names_below
 from ckptlib.reading.reader import StepReader
 
 LAYOUTS_ASKED = 16
@@ -229,7 +229,7 @@ class SavedNames:
     def _is_held_before(self, name: str, layout: int) -> bool:
         """Whether a layout before this one has a tensor or an object at a name or below it, or a tensor above it."""
         first = self.first_layouts
-        if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self._sorted, name)):
+        if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self.names, name)):
             return True
         return any(first.get(above, layout) < layout and above in self.tensors for above in _above(name))
 
@@ -246,9 +246,14 @@ class SavedNames:
         return found
 
     @cached_property
-    def _sorted(self) -> list[str]:
-        """The names of all tensors and objects."""
+    def names(self) -> list[str]:
+        """Those of all tensors and objects, sorted."""
         return sorted(self.first_layouts)
+
+    def beginning_with(self, head: str, layouts: Collection[int]) -> list[str]:
+        """The names that begin so, of all tensors and objects, and of the values that are in these layouts."""
+        sources = [self.names, *(self._rank_values(layout).names for layout in sorted(layouts))]
+        return [name for names in sources for name in beginning_with(names, head)]
 
     def value(self, path: str, depth: int = 0) -> object:
         """This rank's own, else that of another. Raises StateMismatch where none has any."""

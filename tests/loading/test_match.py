@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from onerank import Holder, Root, bits, opened, same, same_modules
-from torch import nn
+from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import ckptlib
 from ckptlib import CheckpointNotFound, StateMismatch, UnsupportedState
 from ckptlib.devices import accelerator
+from ckptlib.loading import match
+from ckptlib.loading.load_plan import LoadPlan
+from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.leaf import home_of
 
 
@@ -414,3 +417,31 @@ def test_the_home_of_a_dtensor_is_its_mesh(tmp_path: Path) -> None:
             assert home_of(distribute_tensor(torch.empty(4, device="meta"), mesh)) == torch.device("cpu")
     finally:
         dist.destroy_process_group()
+
+
+def test_an_optimizer_looks_at_its_own_names_alone(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be one for each of thousands of parameters."""
+    walks: list[str] = []
+
+    class Tensors(dict[str, Any]):
+        def __iter__(self) -> Iterator[str]:
+            walks.append("names")
+            return super().__iter__()
+
+        def items(self) -> Any:
+            walks.append("items")
+            return super().items()
+
+    def plan_of(saved: SavedNames, *others: Any) -> LoadPlan:
+        saved.tensors = Tensors(saved.tensors)
+        return LoadPlan(saved, *others)
+
+    monkeypatch.setattr(match, "LoadPlan", plan_of)
+    found = []
+    for num in (1, 5):
+        params = {f"p{n}": nn.Parameter(torch.ones(1)) for n in range(num)}
+        state = {"p": params, "o": {name: optim.Adagrad([param]) for name, param in params.items()}}
+        walks.clear()
+        root.move(state, state)
+        found.append([*walks])
+    assert found[0] == found[1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptlib.format.layout import OwnPerRank
-from ckptlib.reading import saved_names
+from ckptlib.reading import rank_values, saved_names
 from ckptlib.reading.saved_names import LAYOUTS_ASKED, SavedNames
 
 RANKS = 40
@@ -148,3 +148,20 @@ def test_objects_whose_tensors_each_rank_had_as_its_own() -> None:
     names = [f"s{rank}/sched" for rank in range(4)]
     assert [saved.is_of_others(name) for name in names] == [False, True, False, False]
     assert not saved.is_of_others("other")
+
+
+def test_names_below_one_are_found_without_a_look_at_those_before_it() -> None:
+    """Each of thousands of dicts may be asked for."""
+    looks: list[Any] = []
+
+    class Names(list[str]):
+        def __getitem__(self, at: Any) -> Any:
+            looks.append(at)
+            return super().__getitem__(at)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all of them are looked at")
+
+    found = rank_values.names_below(Names(f"d{n:04d}/x" for n in range(5000)), "d4000")
+    assert list(found) == ["d4000/x"]
+    assert len(looks) < 20
