@@ -14,6 +14,9 @@ import torch
 from ckptlib.state.memo import Found, Trace
 from ckptlib.state.structure import same
 
+MOST_SECTIONS = 64
+"""More are put together: each name is looked for in all of them, and there may be an optimizer for each parameter."""
+
 
 class Findings:
     """Of one pass."""
@@ -41,6 +44,8 @@ class Findings:
                 return False
             section.beside = list(self._sections)
         self._sections.append(section)
+        if len(self._sections) > MOST_SECTIONS:
+            self.joined()
         return True
 
     def has(self, name: str) -> bool:

@@ -35,6 +35,8 @@ class Visitor(ABC, Generic[Given]):
     def __init__(self) -> None:
         self._modules: list[tuple[nn.Module, str, Given]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, str, Given]] = []
+        self._known: set[int] = set()
+        """By id: these optimizers."""
 
     def visit(self, state: object, given: Given) -> None:
         self._collect(state, "", given)
@@ -54,7 +56,9 @@ class Visitor(ABC, Generic[Given]):
             self._modules.append((node, path, given))
         elif isinstance(node, torch.optim.Optimizer):
             refuse_optimizer(unwrapped(node), path)
-            self._optimizers.append((torch_optimizer(node, path), path, given))
+            optimizer = torch_optimizer(node, path)
+            self._known.add(id(optimizer))
+            self._optimizers.append((optimizer, path, given))
         elif isinstance(node, torch.Generator):
             self.add_generator(node, path)
         elif isinstance(node, Mapping):
@@ -81,7 +85,7 @@ class Visitor(ABC, Generic[Given]):
 
     def refuse_hidden(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         """Raises UnsupportedState for state of an optimizer that is in none of the state's optimizers."""
-        refuse_hidden(optimizer, path, {id(one) for one, _, _ in self._optimizers})
+        refuse_hidden(optimizer, path, self._known)
 
     def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
         """Those of a list or tuple that are walked."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ckptlib import PerRank, Sharded, UnsupportedState
+from ckptlib.state import findings, visitor
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
@@ -319,3 +320,19 @@ def test_a_state_that_is_as_it_was_gives_the_very_list() -> None:
     assert second is not first
     assert {leaf.name for leaf in second} == {*(leaf.name for leaf in first), "one more"}
     assert flatten(state, memo).leaves is second
+
+
+def test_an_optimizer_for_each_parameter_is_not_compared_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands, and what is asked of each may not grow with them."""
+    params = {f"p{n}": nn.Parameter(torch.ones(2)) for n in range(150)}
+    state: State = {"p": params, "o": {name: torch.optim.Adagrad([param]) for name, param in params.items()}}
+    known: list[object] = []
+    monkeypatch.setattr(visitor, "refuse_hidden", lambda optimizer, path, others: known.append(others))
+    memo = Memo()
+    names = [[leaf.name for leaf in flatten(state, memo).leaves] for _ in range(3)]
+    assert all(others is known[0] for others in known[:150])
+    assert len(memo.trace.sections) <= findings.MOST_SECTIONS
+    assert flatten(state, memo).leaves is memo.last
+    assert [sorted(found) for found in names] == [sorted(leaf.name for leaf in flatten(state).leaves)] * 3
+    params["p7"].data = torch.zeros(3)
+    assert {leaf.name: leaf.shape for leaf in flatten(state, memo).leaves}["p/p7"] == (3,)
