@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from helpers.inside import settle
 
 import ckptlib
 from ckptlib.staging import spare_memory
@@ -100,7 +101,7 @@ def main(directory: Path, memory: str, what: str) -> None:
         for step in ckpt.loop(report.step, 10):
             training.body()
             if what == "die":
-                ckpt.drain()  # a step whose slot is still being filled would have no snapshot
+                settle(ckpt, 150, persisted=True)  # a step for which no slot is free would have no snapshot
                 dist.barrier()
                 if step == 7:  # the snapshot of step 7 is held by all when that of step 8 is begun
                     os.kill(os.getpid(), signal.SIGKILL)
