@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ckptlib.devices import accelerator
 from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, StateMismatch, describe
 from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
@@ -259,9 +260,12 @@ def _load_step(
     laps.end("bring")
 
     order.begun.update((want.name, source.save) for want in wanted.wants if want.name.split("/")[0] != RNG)
+    # here: the thread that fills, where there are several ranks, has other current streams than the training
+    wait_for_work = accelerator.work_so_far(tensor for want in reads for _, tensor in want.pieces)
 
     def fill() -> None:
         wait_for_copies()
+        wait_for_work()
         with progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 

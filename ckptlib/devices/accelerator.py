@@ -7,7 +7,7 @@ given one for good, since on some devices that alone takes memory of the first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -85,6 +85,19 @@ def wait(event: torch.Event) -> None:
     with torch.get_device_module(event.device).device(event.device):
         while not event.query():
             time.sleep(POLL_S)
+
+
+def work_so_far(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Waits, in whichever thread it is called, for what this thread's current streams have to do by now on the devices
+    of these."""
+    devices = dict.fromkeys(map(device_of, tensors))
+    events = [current_stream(device).record_event() for device in devices if device is not None and has_streams(device)]
+
+    def wait_for_all() -> None:
+        for event in events:
+            wait(event)
+
+    return wait_for_all
 
 
 def capturing(device: torch.device) -> bool:

@@ -33,27 +33,23 @@ class Landing:
     """Of one load: made, and closed, by the thread that asks for it."""
 
     def __init__(self, targets: Iterable[torch.Tensor]) -> None:
-        """Earlier writes to these, on the current streams, are over before anything lands."""
+        """No stream has these to read or to write any more."""
         devices = set(map(accelerator.device_of, targets))
-        self._before = {
-            device: accelerator.current_stream(device).record_event()
-            for device in devices
-            if device is not None and accelerator.has_streams(device)
-        }
+        self._devices = {device for device in devices if device is not None and accelerator.has_streams(device)}
         self._local = threading.local()
         self._berths: list[_Berth] = []
 
     @property
     def needed(self) -> bool:
         """Whether anything comes ashore."""
-        return bool(self._before)
+        return bool(self._devices)
 
     def device(self, target: torch.Tensor) -> torch.device | None:
         """The buffer for a target's bytes; None: they go straight there."""
-        if not self._before:  # asked for each of thousands of small tensors
+        if not self._devices:  # asked for each of thousands of small tensors
             return None
         found = accelerator.device_of(target)
-        return found if found in self._before else None
+        return found if found in self._devices else None
 
     def _berth(self) -> _Berth:
         found: _Berth | None = getattr(self._local, "berth", None)
@@ -88,8 +84,7 @@ class Landing:
     def _stream(self, berth: _Berth, device: torch.device) -> torch.Stream:
         if device not in berth.streams:
             cuda.relax_capture(device)
-            stream = berth.streams[device] = accelerator.new_stream(device)
-            stream.wait_event(self._before[device])
+            berth.streams[device] = accelerator.new_stream(device)
         return berth.streams[device]
 
     def close(self) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.runtime import Runtime
-from helpers.streams import Event, Simulation
+from helpers.streams import DEVICE, Event, Simulation
 from onerank import Root, bits, opened
 
 import ckptlib
+from ckptlib import checkpoint
+from ckptlib.devices import accelerator
 from ckptlib.format.box import Box
-from ckptlib.loading import landing, read_once
+from ckptlib.loading import read_once
 from ckptlib.loading.landing import Landing
+from ckptlib.ranks.group import Group
 from ckptlib.reading import committed, reader
 from ckptlib.reading.hands import Hands
 from ckptlib.reading.reader import Want
@@ -113,11 +115,20 @@ def test_no_copy_holds_up_its_thread(root: Root, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_written_before_is_not_waited_for(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stream(self: Landing, berth: Any, device: torch.device) -> Any:
-        return berth.streams.setdefault(device, berth.streams.get(device) or landing.accelerator.new_stream(device))
-
-    monkeypatch.setattr(Landing, "_stream", stream)
+    monkeypatch.setattr(checkpoint.accelerator, "work_so_far", lambda tensors: lambda: None)
     assert any(load(root, monkeypatch, seed) for seed in range(10))
+
+
+def test_the_thread_that_reads_has_streams_of_its_own(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are several ranks: it reads nothing before those of the thread that loads have come so far."""
+
+    def elsewhere(group: Group, what: str, call: Callable[[], None]) -> None:
+        with accelerator.on(accelerator.new_stream(DEVICE)):
+            call()
+
+    monkeypatch.setattr(checkpoint, "together_at_length", elsewhere)
+    for seed in range(10):
+        assert load(root, monkeypatch, seed) == []
 
 
 def test_a_buffer_is_filled_again_too_early(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
