@@ -79,6 +79,15 @@ class Untried:
         self._tried.add(candidate.way)
         return candidate
 
+    def safer(self, candidate: Candidate) -> SaveId | None:
+        """Of those that are left, the newest in memory of which more hosts have each share than of this one, which only
+        memory has. None where there is none, or none is needed."""
+        if candidate.snapshot is None or candidate.committed:
+            return None
+        least = self._inventory.copies(candidate.snapshot)
+        left = (other.snapshot for other in self._left if other.snapshot is not None)
+        return next((snapshot.save for snapshot in left if self._inventory.copies(snapshot) > least), None)
+
     def look_again(self, on_disks: Mapping[SaveId, LocalStep]) -> None:
         """After one that could not be used. Collective. Raises CheckpointNotFound where steps go as fast as they come:
         an older one that stays would be the wrong one."""

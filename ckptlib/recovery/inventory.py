@@ -173,6 +173,10 @@ class Inventory:
     def _is_whole(self, snapshot: SnapshotId, slots: Mapping[int, list[Found]]) -> bool:
         return len(slots) == snapshot.world_size and alike(Check.parse(there[0].check) for there in slots.values())
 
+    def copies(self, snapshot: SnapshotId) -> int:
+        """So many memories at least have each share of a whole one."""
+        return min(len({found.memory for found in there}) for there in self.of(snapshot).values())
+
     def readers(self, snapshot: SnapshotId, saved: Collection[int]) -> tuple[int, ...]:
         """The ranks that can open slots with the shares of all these saved ranks."""
         slots = self.of(snapshot)

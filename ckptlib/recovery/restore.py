@@ -78,6 +78,8 @@ class Result(NamedTuple):
     """The saved state of the random generators, unless only a part was restored."""
     marks: Marks = Marks({}, False)
     """Empty where only a part was restored."""
+    safer: SaveId | None = None
+    """An older snapshot, which stays in memory until all ranks hold one of this job: see `Untried.safer`."""
 
 
 Load = Callable[[StepSource], Result]
@@ -167,7 +169,7 @@ def restore(
         session.stopwatch.restored(report.tier)
         num_skipped = len(report.skipped)
         session.listener.tell(Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, num_skipped))
-        return result._replace(report=report)
+        return result._replace(report=report, safer=untried.safer(candidate))
     if step is not None:
         raise skipped.error_of(step, session.store.url)
     if skipped.told:

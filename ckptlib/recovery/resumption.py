@@ -71,7 +71,7 @@ class Resumption:
         """See `Checkpointer.restore`. `has_saved`: whether `save` has taken a step."""
         self._check_first(has_saved)
         session, rank = self._session, self._session.group.rank
-        report, self._generators, marks = restore(session, self._state, strict, device, step, part)
+        report, self._generators, marks, safer = restore(session, self._state, strict, device, step, part)
         session.writer.wake()
         if report.save is None and self._begin is not None:
             report = self._begin(self._state, strict, device)
@@ -80,7 +80,9 @@ class Resumption:
         if rank == 0:
             show(log, "restore: %s", report)
         if session.settings.peers is not None:
-            session.snapshots.arena.others.reclaim(but=report.save)
+            session.snapshots.arena.others.reclaim(but=[*filter(None, (report.save, safer))])
+            if safer is not None:
+                self._to_warm = None  # else this rank's own slots might leave no room for a replica beside those
             self.warm()
         if part.only is not None and report.save is not None and rank == 0:
             log.warning(

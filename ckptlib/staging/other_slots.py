@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -95,10 +95,10 @@ class OtherSlots:
                 if not path.name.startswith(self._own_prefix):
                     yield path
 
-    def reclaim(self, but: SaveId | None = None) -> list[Path]:
+    def reclaim(self, but: Collection[SaveId] = ()) -> list[Path]:
         """Unlinks those of earlier generations that no live process on this host has open, or may open yet.
 
-        `but`: those that hold this snapshot stay. Slots that a later generation keeps for its successor stay.
+        `but`: those that hold these snapshots stay. Slots that a later generation keeps for its successor stay.
         """
         spared = {*map(generation_of, self._unread())}
         for path in self._locks():
@@ -115,7 +115,7 @@ class OtherSlots:
                 if not self._is_later(slot.path)
                 and slot.path not in self._stuck
                 and generation_of(slot.path) not in spared
-                and (but is None or _held_in(slot) != but)
+                and not (but and _held_in(slot) in but)
                 and slot.abandoned()
             ]
             for slot in left_behind:

@@ -64,6 +64,20 @@ def test_killed_while_a_snapshot_is_made(make: Any, cases: list[tuple[str, int, 
     cluster.finish()
 
 
+def test_a_host_lost_behind_a_restart_whose_step_had_no_replicas_yet(make: Any) -> None:
+    """The step before it had them, and stays until the ranks hold one of the new job."""
+    cluster = make()
+    cluster.start("AB", traps=[{"stage": "sealed", "rank": 1, "step": 3}])
+    assert [job.join() for job in cluster.jobs] == [1, -9], cluster.story()
+    cluster.start("AB", traps=[{"stage": "sealed", "rank": 1, "step": 3}])  # it keeps what it restored
+    assert [job.join() for job in cluster.jobs] == [1, -9], cluster.story()
+    assert "restoring step 3 from memory" in cluster.jobs[0].log()
+    cluster.lose("B")
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(2, MEMORY)}, 1), cluster.story()
+    cluster.finish()
+
+
 @pytest.mark.slow
 def test_killed_while_it_is_restored(make: Any) -> None:
     """Again and again: nothing is lost by it."""
