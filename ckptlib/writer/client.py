@@ -35,7 +35,7 @@ UNTOLD_S = 4 * RESTART_S
 """How long `close` tries to start a writer that has nothing to do but tell other ranks of failures."""
 
 SWEEPS_S = 5.0
-"""How long `close` waits for the removal of old steps where the job was told to stop: launchers kill it soon."""
+"""How long a `close` that hurries waits for the removal of old steps: launchers kill soon what they told to stop."""
 
 
 class Writer:
@@ -65,7 +65,7 @@ class Writer:
         self._sweeps = 0
         """That the writer is to make, or makes."""
         self.hurries = False
-        """Whether the job was told to stop: `close` hardly waits for the removal of old steps then."""
+        """Whether the training waits, or the job must end: `close` hardly waits for the removal of old steps then."""
         self._stuck = False
         """Whether the writer hangs, and must be killed."""
         self._unstarted = False

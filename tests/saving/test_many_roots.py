@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.registry import close_sessions, writers
+from helpers.writers import until
 from launch import fork_ranks
 
 import ckptlib
 import ckptlib.dcp as dcp
 from ckptlib.saving.registry import MAX_OPEN
+from ckptlib.testing import write_plan
+from ckptlib.writer import client
 
 STATE = {"w": torch.arange(4.0)}
 
@@ -50,6 +53,21 @@ def test_roots_that_are_used_in_turns_stay_open(tmp_path: Path) -> None:
             ckptlib.save(tmp_path / str(n), STATE, step)
     for n in range(MAX_OPEN):
         assert len([*(tmp_path / str(n) / "generations").glob("*.json")]) == 1
+
+
+def test_who_opens_another_root_does_not_wait_until_old_steps_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "SWEEPS_S", 0.1)
+    plan = tmp_path / "plan"
+    write_plan(plan, [{"op": "delete", "key": "^steps/", "action": "hold"}])
+    for step in (1, 2):
+        ckptlib.save(f"fault+file://{tmp_path}/first?plan={plan}", STATE, step, keep=ckptlib.Keep(last=1))
+    for n in range(MAX_OPEN):
+        ckptlib.save(tmp_path / str(n), STATE, 1)
+    assert "still removes old steps, and goes on with that alone" in caplog.text
+    write_plan(plan, [])
+    until(lambda: steps(tmp_path / "first") == [2])
 
 
 def test_one_that_was_closed_is_gone_on_with(tmp_path: Path) -> None:
