@@ -13,6 +13,8 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, choose_parts, raise_if_failed
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.sweeper import Sweeper
+from ckptlib.catalog.unreadable import UNREADABLE
+from ckptlib.catalog.uses import DROPPED
 from ckptlib.errors import CkptError, SaveFailed, StoreError, StoreFull, describe
 from ckptlib.format.check import alike
 from ckptlib.format.keys import STEPS, SaveId
@@ -193,6 +195,14 @@ class Commits:
                 if not missing and alike(name.check for name in names):
                     raise _InDoubt(str(error)) from error
                 raise
+            return self._was_dropped(save)
         except StoreError as error:  # rank 0 may be answered, or has been
             log.info("step %d: the store does not say what became of it: %s", save.step, describe(error))
         return False
+
+    def _was_dropped(self, save: SaveId) -> bool:
+        """Whether it was committed, and retention has dropped it since: a rank may ask late."""
+        try:
+            return self._catalog.trash_record(save).reason == DROPPED
+        except UNREADABLE:
+            return False

@@ -23,6 +23,7 @@ from workers.crash_spare import ROOT_ID, ready_slot, setup
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.retention import drop
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.check import Check
 from ckptlib.format.keys import GenerationId, SaveId
@@ -812,6 +813,20 @@ def test_what_a_writer_had_given_up_as_it_died_is_not_put_by_the_next_one(bench:
     write_plan(plan, [])
     assert f"rank {rank} failed: " in hear(writer, "failed")["error"]
     assert not [*bench.root.glob("parts/*/*-ok-*")]
+
+
+def test_a_rank_that_asks_late_is_told_of_a_step_that_was_dropped_since(bench: Bench) -> None:
+    """It waited until its time was over."""
+    writer = bench.writer()
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    hear(writer, "committed")
+    drop(Catalog(open_store(str(bench.root))), save)
+    other, told = bench.writer(rank=1, world_size=2), list[Message]()
+    other.watch(save, 0.0)
+    until(lambda: bool(told.extend(event for event in other.poll(0.05) if event["event"] != "ready") or told))
+    assert [event["event"] for event in told] == ["committed"]
 
 
 def test_what_it_said_of_earlier_saves_is_not_lost_where_it_does_not_end(bench: Bench) -> None:
