@@ -48,7 +48,9 @@ def make_directories(path: str) -> None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Takes the room for a file. Where a file system cannot, a full disk is met later, by a write."""
+    """Takes the room for a file. Where a file system cannot, or macOS, a full disk is met later, by a write."""
+    if not hasattr(os, "posix_fallocate"):
+        return
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
