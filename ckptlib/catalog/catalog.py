@@ -145,12 +145,6 @@ class Catalog:
         """Whether it had left an account of its time when generations were listed last; see `accounts`."""
         return generation in self._accounted
 
-    def generations(self) -> dict[GenerationId, Generation]:
-        """Their records. Raises CorruptData or FormatError for a damaged one."""
-        ids = self.generation_ids()
-        self._warm_generations(ids)
-        return {generation: self.generation(generation) for generation in ids}
-
     def records(
         self, saves: Iterable[SaveId], newer: bool = False, ids: Sequence[GenerationId] | None = None
     ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:

@@ -23,7 +23,7 @@ from ckptlib.cli.output import Output
 from ckptlib.cli.stands import stands_of
 from ckptlib.codecs.registry import RAW
 from ckptlib.format import keys, sharding
-from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import Part
@@ -100,8 +100,10 @@ def command(
             packs.update(pack.key for pack in part.packs)
         else:
             problems.append(str(part))
-    chain = generation_chain(catalog, save)
-    visible = catalog.visible()
+    records, lost = catalog.records([save], newer=True)
+    problems += map(str, lost.values())
+    chain = generation_chain(records, save)
+    visible = catalog.visible(newer=True)
     kept = Marks.of(catalog, visible).on(save, manifest)
     tensors = merged(manifest, layouts)
     objects = stored(store, manifest, packs)
@@ -168,9 +170,8 @@ def _best(step: str, metric: str | None, mode: str | None) -> Best | None:
         raise click.UsageError(str(error)) from None
 
 
-def generation_chain(catalog: Catalog, save: SaveId) -> list[Generation]:
-    """The generation of a save, the one it resumed from, and so on."""
-    records = catalog.generations()
+def generation_chain(records: Mapping[GenerationId, Generation], save: SaveId) -> list[Generation]:
+    """The generation of a save, the one it resumed from, and so on, as far as they are known."""
     chain: list[Generation] = []
     record = records.get(save.generation)
     while record is not None and record not in chain:

@@ -41,7 +41,7 @@ def test_an_empty_store_is_no_root(store: Store) -> None:
     catalog = Catalog(store)
     with pytest.raises(CheckpointNotFound, match=r"no ckptlib\.json"):
         catalog.root()
-    assert (catalog.saves(), catalog.visible(), catalog.generations()) == ([], [], {})
+    assert (catalog.saves(), catalog.visible(), catalog.generation_ids()) == ([], [], [])
     with pytest.raises(CheckpointNotFound, match="no committed step"):
         catalog.resolve("latest")
 
@@ -127,7 +127,7 @@ def test_a_damaged_generation_hides_no_steps_but_says_so(
     assert Catalog(store).visible() == [save]
     assert str(generation) in caplog.text
     with pytest.raises(CorruptData, match=str(generation)):
-        Catalog(store).generations()
+        Catalog(store).generation(generation)
 
 
 def test_a_damaged_layout_is_put_again(store: Store, catalog: Catalog) -> None:

@@ -117,6 +117,19 @@ def test_show_of_a_damaged_part(ckptlib: Ckptlib, sharing: Path) -> None:
     assert "does not match the digest in its name" in result.err
 
 
+def test_show_where_a_record_cannot_be_read(ckptlib: Ckptlib, root: Path) -> None:
+    """What the step itself holds is there all the same."""
+    for directory in ("generations", "copies/generations"):
+        flip_bit(sorted((root / directory).glob("*.json"))[0], 100)
+    result = ckptlib("show", root, "--json")
+    assert result.code == 1
+    assert result.json["totals"]["model"]["num_tensors"] == 5
+    assert [one["generation"] for one in result.json["generations"]] == [2]
+    (problem,) = result.json["problems"]
+    assert "generations/000001-" in problem
+    assert "whose generation has no record" in ckptlib("show", root).out
+
+
 def test_show(ckptlib: Ckptlib, saved: Path) -> None:
     shown = ckptlib("show", saved)
     assert shown.code == 0

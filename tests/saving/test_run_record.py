@@ -149,7 +149,7 @@ def test_a_job_records_what_it_is_told_to(tmp_path: Path) -> None:
     def record(root: Path, **options: object) -> object:
         with ckptlib.Checkpointer(root, {"w": torch.zeros(3)}, every=1, **options) as ckpt:  # type: ignore[arg-type]
             ckpt.save(1).wait_committed()
-        (found,) = Catalog(LocalStore(str(root))).generations().values()
+        (found,) = Catalog(LocalStore(str(root))).records([])[0].values()
         return found.run
 
     assert record(tmp_path / "none") == {}
