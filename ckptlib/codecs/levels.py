@@ -87,7 +87,6 @@ class Leveller:
             of_columns = np.add.reduce(some, axis=0, dtype=np.uint32) / np.float32(len(some))
             of_columns = np.rint(16 * (of_columns - of_columns.mean())) + 128
             of_rows = np.rint(16 * means).astype(np.int64) + 8 - 128  # 8: a half, to round; 128: the columns' own
-            of_rows %= 1 << 16
             levels = Levels(
                 np.concatenate([of_rows >> 8, of_rows & 255]).astype(np.uint8),
                 np.clip(of_columns, 0, 255).astype(np.uint8),

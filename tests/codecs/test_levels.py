@@ -60,6 +60,20 @@ def test_what_all_of_a_row_share_is_taken_off(first: int, model: Model) -> None:
     assert len(set(left.tolist())) <= (1 if model is Model.ROWS else 2)
 
 
+@pytest.mark.parametrize("model", [Model.ROWS, Model.ROWS_AND_COLUMNS])
+def test_levels_do_not_tell_of_what_was_there_before(model: Model) -> None:
+    """Else one chunk would have another frame each time: of a piece of one row, and of the ends of two."""
+    for first, count in ((10, 20), (50, 20), (0, 64)):
+        exponents = np.arange(100, 100 + count, dtype=np.uint8)
+        found = []
+        for before in (0, 255):
+            LEVELLER._block[:] = before
+            LEVELLER.memory(first, count)[:] = exponents
+            levels = LEVELLER.take_off(first, count, 64, model)
+            found.append([*map(bytes, (*levels, LEVELLER.memory(first, count)))])
+        assert found[0] == found[1]
+
+
 def test_rows_may_be_far_apart() -> None:
     """As those of frequent words and of words that were never seen are."""
     scales = np.array([0, 120, 7, 255, 60] * 20, np.uint8)
