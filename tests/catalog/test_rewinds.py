@@ -121,6 +121,12 @@ def test_a_snapshot_of_an_abandoned_generation_is_none(catalog: Catalog) -> None
     assert catalog.visible({*snapshots, SaveId(2, second)}) == [saves[0], SaveId(2, second)]
 
 
+def test_a_snapshot_of_a_job_in_a_copy_of_the_root_is_none(catalog: Catalog) -> None:
+    """Both roots have one id. The other job may have begun later, and its record is in the copy alone."""
+    save = make_save(catalog, make_generation(catalog, 1), 1, state(1))
+    assert catalog.visible({SaveId(9, GenerationId(2, "0" * 8))}) == [save]
+
+
 @pytest.mark.parametrize("how", ["altered", "cut", "another's"])
 def test_an_unreadable_record_that_may_be_a_rewind_stops_whoever_would_go_on(how: str) -> None:
     store = MemoryStore()
