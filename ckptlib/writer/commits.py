@@ -187,15 +187,16 @@ class Commits:
             if self._catalog.is_committed(save):
                 self._catalog.store.flush(STEPS)  # rank 0 may not have done so yet
                 return True
+            found = self._catalog.parts(save)
             try:
-                raise_if_failed(self._catalog, save)
+                raise_if_failed(self._catalog, save, found)
             except SaveFailed as error:
                 self._catalog.check_goes_on(save)  # all ranks raise one class: nobody may act on Superseded alone
                 names, missing = choose_parts(self._catalog.parts(save), self._world_size)
                 if not missing and alike(name.check for name in names):
                     raise _InDoubt(str(error)) from error
                 raise
-            return self._was_dropped(save)
+            return not choose_parts(found, self._world_size)[1] and self._was_dropped(save)
         except StoreError as error:  # rank 0 may be answered, or has been
             log.info("step %d: the store does not say what became of it: %s", save.step, describe(error))
         return False

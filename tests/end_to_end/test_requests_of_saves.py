@@ -91,7 +91,7 @@ def packs_of(directory: Path, step: int) -> int:
 
 def without_polls(asked: Counter[str]) -> int:
     """All but what is asked again since a rank was not ready: how often says how busy the machine is."""
-    return sum(asked.values()) - (asked["scan parts"] - 1) - (asked["get steps"] - 1)
+    return sum(asked.values()) - sum(max(asked[what] - 1, 0) for what in ("scan parts", "get steps", "get trash"))
 
 
 LATEST = """
