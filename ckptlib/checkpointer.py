@@ -335,7 +335,7 @@ class Checkpointer:
 
         Call it before you capture a CUDA graph. A replay runs no hook and waits for no copy, so the tensors it writes
         are saved without overlap from then on. And call it before you move the state off a device to have its memory:
-        from one save to the next, what was copied is kept at hand. The next save looks all of it up again.
+        from one save to the next, what was copied is kept at hand, and with `memory="device"` a copy of it.
         """
         self._session.forget_tensors()  # first: a snapshot whose begin was interrupted fails there, and is waited for
         self._fence.drain()

@@ -289,8 +289,9 @@ class Stager:
         staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
 
     def forget_tensors(self) -> None:
-        """The next snapshot looks up all that it copies."""
+        """The next snapshot looks up all that it copies, and takes memory of devices anew. Where none is under way."""
         self._known.clear()
+        self._devices.clear()
 
     def close(self) -> None:
         """Waits for what is under way."""

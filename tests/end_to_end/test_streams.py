@@ -191,6 +191,34 @@ def test_what_was_made_for_a_snapshot_goes_with_it(world: World, monkeypatch: py
     assert alive[0] >= kept + 2 * 4 * SIZES[4], "each slot would keep one"
 
 
+def test_what_is_let_go_of_between_two_snapshots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that snapshots went by, too: who drains wants it, and the next snapshot takes it anew."""
+    runtime = Runtime()
+    runtime.patch(monkeypatch)
+    simulation = Simulation(runtime)
+    simulation.patch(monkeypatch)
+    monkeypatch.setattr(spare_memory, "figures", lambda device: Figures(1 << 30, 0, 0, 0))
+    monkeypatch.setattr(spare_memory, "MARGIN_BYTES", 0)
+    alive: list[int] = []
+    with simulation:
+        stager = Stager(lambda staging: None, spare=True)
+        shards = {e.name: torch.ones(e.shape, dtype=getattr(torch, e.dtype)) for e in world.layout.tensors}
+        sources = [CopySource(name, simulation.to_device(shards[name]), False) for name in world.names]
+        before = simulation.nbytes_alive()
+        for slot in world.slots[:2]:
+            staging = stager.begin(slot, world.content())
+            stager.copy(staging, sources, [])
+            staging.go()
+            staging.wait_sealed(60)
+            alive.append(simulation.nbytes_alive())
+            del staging
+            stager.forget_tensors()
+            alive.append(simulation.nbytes_alive())
+        stager.close()
+    assert alive[1::2] == [before, before]
+    assert min(alive[::2]) > before
+
+
 def nbytes_with_a_twin(world: World, monkeypatch: pytest.MonkeyPatch, num_alone: int) -> int:
     """Of the device's memory, once another rank's snapshots are copied beside this one's; as many were not before."""
     runtime = Runtime()
