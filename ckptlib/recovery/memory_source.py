@@ -249,6 +249,7 @@ class InMemory:
         dropped = {SlotPlace(*place) for places in told for place in places}
         self._inventory.drop(dropped)
         self._moves = {k: m for k, m in self._moves.items() if m.found.place not in dropped}
+        self._at = {rank: f for rank, f in self._at.items() if f.place not in dropped}  # where a bring fails, too
         return bool(dropped)
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ def test_a_later_step_is_not_taken_for_the_one_that_was_found(tmp_path: Path) ->
     assert source.drop_damaged()
     with pytest.raises(CorruptData, match="step 4 in memory: no copy of the share of rank 0 is left"):
         source.bring({0})
+    assert not source.drop_damaged(), "it would be tried again, for ever"
     source.close()
 
 
