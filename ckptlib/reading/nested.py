@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -13,6 +13,7 @@ from ckptlib.format.paths import join, key_of
 from ckptlib.format.values import Json
 from ckptlib.policy.patterns import covers, patterns_of
 from ckptlib.reading.opened import open
+from ckptlib.reading.rank_values import RankValues, Value
 
 Leaves = dict[str, Any]
 """Tensors and values by name."""
@@ -74,27 +75,29 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     _check_patterns(patterns, [*names, *values, *opened.trees], opened)
     children = _children([*names, *values, *opened.trees])
     given = {name for name in values if _wanted(patterns, name)}
-    over = tuple(f"{name}/" for name in given if children(name) and not _is_within(opened.trees, name))
+    # The hyper-parameters of a group, which is in an object, may have tensors beside them. Any other value with names
+    # below it is of a rank that had no more there: these names are of others.
+    over = {name for name in given if children(name) and not _is_below(opened.trees, name)}
     under = _children([*given])
     hidden = {
-        name for name in names if name in given or (name and under(name)) or name.startswith(over)
+        name for name in names if name in given or (name and under(name)) or _is_below(over, name)
     }  # others' tensors
     wanted = [name for name in names if _wanted(patterns, name) and name not in hidden]
     leaves: Leaves = opened.get_tensors(wanted)
     leaves.update((name, values[name]) for name in values if name in given)
     root: dict[str, Any] = {}
-    inside: list[str] = []
-    trees = {path: tree for path, tree in opened.trees.items() if path not in given and not path.startswith(over)}
-    for path, tree in sorted(trees.items()):
+    done: set[str] = set()
+    trees = RankValues({p: tree for p, tree in opened.trees.items() if p not in given and not _is_below(over, p)})
+    held = RankValues(leaves)
+    for path in trees.names:
         whole = patterns is None or any(covers(p, path) or covers(p, f"{path}/") for p in patterns)
-        if whole and not path.startswith(tuple(inside)) and not _is_subclass(tree):
-            _put(root, path, _assembled(trees, path, leaves, opened.groups(path)))
-            inside.append(f"{path}/")
-    done, taken = {*inside}, tuple(inside)
+        if whole and not _is_below(done, path) and not _is_subclass(trees.values[path]):
+            _put(root, path, _assembled(trees, path, held, opened.groups(path)))
+            done.add(path)
     for name, leaf in leaves.items():
-        if not name.startswith(taken) and f"{name}/" not in done:
+        if name not in done and not _is_below(done, name):
             _put(root, name, leaf)
-    done.update(f"{name}/" for name, leaf in leaves.items() if isinstance(leaf, dict))  # values are as they were
+    done.update(name for name, leaf in leaves.items() if isinstance(leaf, dict))  # values are as they were
     return cast("dict[str, Any]", _with_lists(root, children, done, ""))
 
 
@@ -102,14 +105,10 @@ def _wanted(patterns: Sequence[str] | None, name: str) -> bool:
     return patterns is None or any(covers(pattern, name) for pattern in patterns)
 
 
-def _is_within(trees: Mapping[str, Json], name: str) -> bool:
-    """Whether a name is below that of an object: the hyper-parameters of a group may have tensors beside them.
-
-    Any other value with names below it is of a rank that had no more there: these names are of others.
-    """
-    while name:
-        name = name.rpartition("/")[0]
-        if name in trees:
+def _is_below(paths: Container[str], name: str) -> bool:
+    """Whether a name is below any of these paths, of which there may be thousands."""
+    while name := name.rpartition("/")[0]:
+        if name in paths:
             return True
     return False
 
@@ -140,8 +139,8 @@ def _put(root: dict[str, Any], name: str, leaf: object) -> None:
         raise FormatError(f"{name[:80]}: the checkpoint has two things of this name")
 
 
-def _below(leaves: Mapping[str, Any], path: str) -> dict[str, Any]:
-    return {name[len(path) + 1 :]: leaf for name, leaf in leaves.items() if name.startswith(f"{path}/")}
+def _below(leaves: RankValues[Value], path: str) -> dict[str, Value]:
+    return {name: leaves.values[f"{path}/{name}"] for name in leaves.below(path)}
 
 
 def _nest(leaves: Leaves) -> dict[str, Any]:
@@ -151,9 +150,9 @@ def _nest(leaves: Leaves) -> dict[str, Any]:
     return found
 
 
-def _assembled(trees: Mapping[str, Json], path: str, leaves: Leaves, groups: Mapping[str, int]) -> object:
+def _assembled(trees: RankValues[Json], path: str, leaves: RankValues[Any], groups: Mapping[str, int]) -> object:
     """The state of an object, as the layout's tree says. `groups`: if it is an optimizer, by name of parameter."""
-    tree = trees[path]
+    tree = trees.values[path]
     if isinstance(tree, dict) and "optimizer" in tree:
         return _optimizer(groups, _with_objects(_below(trees, path), _below(leaves, path)))
     return _rebuilt(tree, path, leaves, 0)
@@ -171,20 +170,20 @@ def _with_objects(trees: Mapping[str, Json], leaves: Leaves) -> Leaves:
             inside.setdefault(path, {})[name] = leaf
     for path, held in inside.items():
         try:
-            found[path] = _rebuilt(trees[path], path, held, 0)
+            found[path] = _rebuilt(trees[path], path, RankValues(held), 0)
         except StateMismatch:  # it is another rank's, which has the tensors in it as its own
             found.update(held)
     return found
 
 
-def _rebuilt(tree: Json, path: str, leaves: Leaves, depth: int) -> object:
+def _rebuilt(tree: Json, path: str, leaves: RankValues[Any], depth: int) -> object:
     if depth > tagged_values.MAX_DEPTH:
         raise FormatError(f"{path[:80]}: the layout's tree of this object is deeper than its limit")
     match tree:
         case "tensor" | "value":
-            if path not in leaves:
+            if path not in leaves.values:
                 raise StateMismatch(f"{path}: the checkpoint has this for other ranks alone, or not at all: see rank=")
-            return leaves[path]
+            return leaves.values[path]
         case {"dict": list(pairs)}:
             return dict(_pairs(pairs, path, leaves, depth))
         case {"odict": list(pairs)}:
@@ -198,7 +197,7 @@ def _rebuilt(tree: Json, path: str, leaves: Leaves, depth: int) -> object:
     raise FormatError(f"{path[:80]}: the layout's tree of this object cannot be read: {tagged_values.brief(tree)}")
 
 
-def _pairs(pairs: list[Json], path: str, leaves: Leaves, depth: int) -> list[tuple[Any, object]]:
+def _pairs(pairs: list[Json], path: str, leaves: RankValues[Any], depth: int) -> list[tuple[Any, object]]:
     found = []
     for key, tree in tagged_values.decode_keys(pairs, path, depth):
         try:
@@ -256,9 +255,9 @@ def _children(names: Sequence[str]) -> Callable[[str], set[str]]:
     return lambda path: found.get(path, set())
 
 
-def _with_lists(node: object, children: Callable[[str], set[str]], done: Collection[str], path: str) -> object:
+def _with_lists(node: object, children: Callable[[str], set[str]], done: Container[str], path: str) -> object:
     """The same with lists where the saved names were numbers from 0 on."""
-    if not isinstance(node, dict) or f"{path}/" in done:
+    if not isinstance(node, dict) or path in done:
         return node
     saved = children(path)
     inner = {}

@@ -1,4 +1,4 @@
-"""The plain values that one rank has saved, by name; found by the names above them."""
+"""What one rank has saved, such as its plain values, by name; found by the names above them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
+from typing import Generic, TypeVar
 
-from ckptlib.format.values import Json
+Value = TypeVar("Value")
 
 
 def any_below(names: Sequence[str], name: str) -> bool:
@@ -33,10 +34,10 @@ def beginning_with(names: Sequence[str], head: str) -> Iterator[str]:
     return takewhile(lambda found: found.startswith(head), map(names.__getitem__, positions))
 
 
-class RankValues:
+class RankValues(Generic[Value]):
     """Of one rank."""
 
-    def __init__(self, values: Mapping[str, Json]) -> None:
+    def __init__(self, values: Mapping[str, Value]) -> None:
         self.values = values
 
     def reach(self, name: str) -> bool:

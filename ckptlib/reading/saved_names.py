@@ -44,9 +44,9 @@ class SavedNames:
         self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
-        self._rank_values_by_layout: dict[int, RankValues] = {}
+        self._rank_values_by_layout: dict[int, RankValues[Json]] = {}
         self._names_by_layout: dict[int, list[str]] = {}
-        self._elsewhere: dict[str, RankValues] = {}
+        self._elsewhere: dict[str, RankValues[Json]] = {}
         """By name that this rank did not save: where it was found; what is below it is taken from there, too."""
         self.tensors: dict[str, TensorEntry] = {}
         """By name or alias. This rank's own layout counts, else the first that has the name."""
@@ -166,7 +166,7 @@ class SavedNames:
         """The names of `values_at(name)` that are below it, without it, in the order that they were saved in."""
         return self._nearest(name).below(name)
 
-    def _nearest(self, name: str) -> RankValues:
+    def _nearest(self, name: str) -> RankValues[Json]:
         own = self._rank_values(0)
         if len(self._digests) == 1 or own.reach(name) or at_or_below(self._names(0), name):
             return own
@@ -180,7 +180,7 @@ class SavedNames:
                 return other
         return own
 
-    def _rank_values(self, layout: int) -> RankValues:
+    def _rank_values(self, layout: int) -> RankValues[Json]:
         if layout not in self._rank_values_by_layout:
             self._rank_values_by_layout[layout] = RankValues(self.values_with(layout))
         return self._rank_values_by_layout[layout]

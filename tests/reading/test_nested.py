@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from places import DATA
 from torch import nn
 
 import ckptlib
+from ckptlib.reading.nested import nested
 
 
 @pytest.fixture
@@ -153,3 +155,40 @@ def test_a_tensor_of_one_rank_where_another_has_a_value(tmp_path: Path) -> None:
     verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
     assert len(verdicts) == 2 * len(cases)
     assert {*verdicts.values()} == {"ok"}, verdicts
+
+
+class Name(str):
+    """Counts what it is compared with."""
+
+    __slots__ = ()
+    looks = 0
+
+    def startswith(self, head: Any, *within: Any) -> bool:
+        Name.looks += len(head) if isinstance(head, tuple) else 1
+        return super().startswith(head, *within)
+
+
+class Optimizers:
+    """A step with one for each parameter, as where the backward pass steps them."""
+
+    step = 1
+
+    def __init__(self, number: int) -> None:
+        self.trees: dict[str, Any] = {Name(f"o/p{i}"): {"optimizer": {"groups": [[f"p{i}"]]}} for i in range(number)}
+        self.values = {Name(f"{path}/@group.0"): {"lr": 0.1} for path in self.trees}
+
+    def keys(self) -> list[str]:
+        return sorted(Name(f"{path}/{path[2:]}/exp_avg") for path in self.trees)
+
+    def groups(self, path: str) -> dict[str, int]:
+        return {path[2:]: 0}
+
+    def get_tensors(self, names: Sequence[str]) -> dict[str, Any]:
+        return dict.fromkeys(names, 5)
+
+
+def test_thousands_of_optimizers_do_not_look_at_one_anothers_names() -> None:
+    found = nested(Optimizers(200))
+    expected = {"state": {"p7": {"exp_avg": 5}}, "param_groups": [{"lr": 0.1, "params": ["p7"]}]}
+    assert found["o"]["p7"] == expected
+    assert Name.looks < 10 * 200
