@@ -5,13 +5,13 @@ It goes to all processes of a job, and a trainer whose workers die raises before
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize, register_after_fork
@@ -29,18 +29,25 @@ saved. But it may be the trainer that sent it, to a worker that hangs: a handler
 NAME = "ckptlib_worker"
 """Of the process, as `ps` shows it. By this the trainer knows them."""
 
+PR_SET_NAME = 15
+"""Of Linux's prctl."""
+
 
 def outlast_signals(worker: int) -> None:
     """A `worker_init_fn` for any DataLoader: SIGTERM and SIGUSR1 leave the worker alone.
 
     Another SIGTERM ends it that comes ten seconds after the first or later, and so do ten minutes. The trainer kills it
-    as it exits. `resumable` gives this to its loader.
+    as it exits, by its name: give it no other one behind this. `resumable` gives this to its loader.
     """
-    if multiprocessing.parent_process() is not None:
+    if multiprocessing.parent_process() is not None and _has_taken_name():
         for number in TOLD_BY:  # by handlers: what the worker starts by `subprocess` has none, and no signal blocked
             signal.signal(number, _end_later if number == signal.SIGTERM else _pass)
-        with suppress(OSError):
-            Path("/proc/self/comm").write_text(NAME)
+
+
+def _has_taken_name() -> bool:
+    """Not so but on Linux: torch's handler stays there, since an exit would wait for GRACE_S."""
+    libc = ctypes.CDLL(None)
+    return hasattr(libc, "prctl") and libc.prctl(PR_SET_NAME, NAME.encode()) == 0
 
 
 def _pass(number: int, frame: object) -> None:
@@ -66,6 +73,7 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
     outlast_signals(worker)
     if then is not None:
         then(worker)
+        _has_taken_name()  # again, since `then` may have given another one, as by setproctitle
 
 
 def outlasting(loader: DataLoader[Any]) -> None:

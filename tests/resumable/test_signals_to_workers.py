@@ -3,6 +3,8 @@ so the trainer saves."""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +17,9 @@ from launch import environment
 from places import WORKERS
 
 import ckptlib
+from ckptlib.data import outlast_signals
 from ckptlib.errors import EXIT_PREEMPTED
+from ckptlib.policy.stop_signal import TOLD_BY
 
 pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
 
@@ -88,3 +92,12 @@ def test_a_trainer_that_ends_ends_them(tmp_path: Path, kind: str, context: str) 
     finally:
         job.kill()
     assert (job.returncode, told) == (0, "training\nended\n"), said
+
+
+def test_a_worker_that_the_trainer_would_not_know_has_no_other_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: multiprocessing ends it by SIGTERM, and waits for that."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: multiprocessing.current_process())
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())  # no function that is asked for
+    before = [signal.getsignal(number) for number in TOLD_BY]
+    outlast_signals(0)
+    assert [signal.getsignal(number) for number in TOLD_BY] == before

@@ -53,7 +53,8 @@ class Hanging(Dataset[int]):
 
 
 def end_a_program(worker: int) -> None:
-    """As a data set that decodes by another program does."""
+    """As a data set that decodes by another program does; and gives the process a name, as setproctitle does."""
+    ctypes.CDLL(None).prctl(15, b"decoder")
     program = subprocess.Popen(["sleep", "3600"])
     program.terminate()
     program.wait()
