@@ -214,13 +214,12 @@ class Tuner:
 
     def _bound_again(self) -> None:
         """Steps may become slower behind the save that the interval follows from. Pauses are none of these."""
-        if self._asked.at_most_lost is not None and self._num_clean >= NEWEST:
-            step_s = statistics.median(self._clean[i].seconds for i in range(-NEWEST, 0))
-            persist_s = max(self._persists, default=0.0)
-            lost_s = self._asked.at_most_lost.total_seconds() - persist_s
-            most = max(int(lost_s / step_s), math.ceil(persist_s / step_s), 1)
-            if self.interval > SAME_PACE * most:
-                self.interval = most
+        found = self.estimate
+        if found is not None and self._asked.at_most_lost is not None and self._num_clean >= NEWEST:
+            newest = [self._clean[i] for i in range(-NEWEST, 0)]
+            step_s = statistics.median(step.seconds for step in newest)
+            if step_s > SAME_PACE * (found.step_s + found.each_step_s):
+                self._decide(_usual(newest), statistics.median(step.ours_s for step in newest))
 
     # What a save cost
 
@@ -270,8 +269,11 @@ class Tuner:
                     self._clean_at.popleft()
 
     def _decide(self, rest_s: float, each_step_s: float) -> None:
-        asked = self._asked
-        visible_s, save_s = self._costs.mean(rest_s)
+        asked, before = self._asked, self.estimate
+        if self._costs or before is None:
+            visible_s, save_s = self._costs.mean(rest_s)
+        else:  # the first save was not like others, but no other is known
+            visible_s, save_s = before.visible_s, before.save_s
         told = self._before + self._num_saves
         if told < ENOUGH:  # few tell of it yet: as much as it may well be
             save_s += self._costs.noise_s * (max(told - 1, 1) ** -0.5 - ENOUGH**-0.5)

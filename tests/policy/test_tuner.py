@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from dataclasses import replace
 from datetime import timedelta
@@ -258,6 +259,30 @@ def test_what_may_be_lost_holds_where_steps_become_slower_behind_a_save() -> Non
     tuned, training = Tuned(0.01, at_most_lost=timedelta(seconds=60)), Training(LIGHT)
     steady(training, tuned)
     training.run(30, tuned)  # the last save is written
+    before = len(training.steps)
+    training.workload = replace(LIGHT, step=20 * LIGHT.step)
+    training.run_saves(1, tuned)
+    lost = sum(step.seconds - step.pause for step in training.steps[before - 30 :])
+    assert lost + LIGHT.persist <= 60.0 * 1.3
+    told = re.search(r"a step without takes ([\d.]+) s", tuned.told[-1])
+    assert told is not None
+    assert float(told[1]) > 10 * LIGHT.step
+
+
+def test_what_may_be_lost_moves_the_interval_with_few_saves() -> None:
+    """Each change is told in the log."""
+    tuned = Tuned(0.0005, at_most_lost=timedelta(seconds=60))
+    training = Training(replace(LIGHT, step=1.0, persist=3.0, dearer=8.0))
+    training.run_saves(15, tuned)
+    before = len(tuned.told)
+    training.run_saves(40, tuned)
+    assert len(tuned.told) - before <= 20
+
+
+def test_what_may_be_lost_holds_where_steps_become_slower_behind_the_first_save() -> None:
+    tuned, training = Tuned(0.01, at_most_lost=timedelta(seconds=60)), Training(LIGHT)
+    training.run_saves(1, tuned)
+    training.run(30, tuned)
     before = len(training.steps)
     training.workload = replace(LIGHT, step=20 * LIGHT.step)
     training.run_saves(1, tuned)
