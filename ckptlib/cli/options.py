@@ -52,8 +52,9 @@ def open_url(url: str, options: Mapping[str, object]) -> Store:
     """Raises UsageError for a URL or options that no store takes, StoreError for a server that is not reached."""
     try:
         return open_store(url, options)
-    except FileNotFoundError as error:
-        raise click.UsageError(f"{url}: the working directory is not there any more: {error.strerror}") from None
+    except FileNotFoundError as error:  # without a name where a relative URL has no working directory
+        lacks = error.filename or "the working directory"
+        raise click.UsageError(f"{without_userinfo(url)}: {lacks} is not there: {error.strerror}") from None
     except (ValueError, TypeError, ImportError) as error:
         raise click.UsageError(Secrets(url, {}).hide(f"{without_userinfo(url)}: {error}")) from None
 

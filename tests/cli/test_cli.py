@@ -138,7 +138,16 @@ def test_a_working_directory_that_was_removed(
     (tmp_path / "gone").rmdir()
     said = ckptlib("ls", "runs/7")
     assert (said.code, said.out) == (2, "")
-    assert "runs/7: the working directory is not there any more" in said.err
+    assert "runs/7: the working directory is not there: No such file" in said.err
+
+
+def test_a_file_of_the_options_that_is_not_there(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="pip install obstore")
+    options = {"client": "obstore", "client_kwargs": {"verify": "/nowhere/ca.pem"}}
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps(options))
+    said = ckptlib("ls", "s3://bucket/run7")
+    assert (said.code, said.out) == (2, "")
+    assert "s3://bucket/run7: /nowhere/ca.pem is not there: No such file" in said.err
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
