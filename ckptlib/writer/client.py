@@ -242,20 +242,23 @@ class Writer:
         self._heard += self._child.channel.receive(timeout_s)
         with self._lock:
             self._heard += self._give_up(bool(self._heard))
-            while self._heard:  # each stays until it is noted, by whoever comes again after Ctrl-C
-                if not self._stuck:  # what it did after it gave up is done again
-                    self._note(self._heard[0])
-                    self._noted.append(self._heard[0])
-                self._heard.popleft()
+            self._note_heard()
             needed = (self._standing.is_kept or self._standing.owes_record) and self._deaths + 1 < MAX_DEATHS
             stuck = not self._unstarted and (self._stuck or self._child.channel.stalled)
             lacks = not self.left and (stuck or (self._child.channel.closed and (self._open or needed)))
             if lacks and time.monotonic() >= self._start_at:
                 self._noted += self._revive()
-        if self._child.channel.closed and not self._noted:  # it would have waited for whoever is not there
+        if self._child.channel.closed:  # it would have waited for whoever is not there
             time.sleep(timeout_s)
         events, self._noted = self._noted, []
         return events
+
+    def _note_heard(self) -> None:
+        while self._heard:  # each stays until it is noted, by whoever comes again after Ctrl-C
+            if not self._stuck:  # what it did after it gave up is done again
+                self._note(self._heard[0])
+                self._noted.append(self._heard[0])
+            self._heard.popleft()
 
     def _give_up(self, heard: bool) -> list[Message]:
         """In the writer's place, the oldest save of one that does not run."""
@@ -364,37 +367,34 @@ class Writer:
 
         A snapshot that was expected and is not there by now never will be: who was to take it was interrupted.
 
-        Raises WaitTimeout when it does not end in time; it goes on then, and `poll` returns what it has said. Where all
-        that it has yet to do is to remove old steps, that is no error: they may stay until the next sweep.
+        Raises WaitTimeout when it does not end in time; it goes on then. Where all that it has yet to do is to remove
+        old steps, that is no error: they may stay until the next sweep. Behind any error `poll` returns what was said.
         """
         self.wake()
         for order in self._open.of("expect"):
             self.void(parse_save(order["save"]), "its rank was interrupted as its snapshot began", order["drains"])
         began = time.monotonic()
-        deadline, events = began + timeout_s, list[Message]()
-        # By another one, should it give up one of them.
+        deadline = began + timeout_s
         while self._open and time.monotonic() < min(deadline, began + self._patience_s):
-            events += self.poll(0.05)
+            self._noted = self.poll(0.05)  # of another one, should it give up an order; kept behind Ctrl-C
         self._child.channel.send({"op": "close"})
         sweeps_until = min(deadline, time.monotonic() + (SWEEPS_S if self.hurries else math.inf))
         while not self._child.channel.closed:
             if self._sweeps > 0 and not self._open and time.monotonic() > sweeps_until:
                 log.warning("the writer (pid %d) still removes old steps, and goes on with that alone", self.pid)
                 self.leave()
-                return events
+                return self.poll()
             if time.monotonic() > deadline:
-                self._noted = events
                 self._let_go()
                 raise WaitTimeout(
                     f"the writer (pid {self.pid}) did not finish within {timeout_s:.0f} s; it goes on alone"
                 )
-            for event in self._child.channel.receive(timeout_s=0.05):
-                self._note(event)
-                events.append(event)
-        code = self._child.reap()
+            self._heard += self._child.channel.receive(timeout_s=0.05)
+            self._note_heard()
+        error = f"the writer process died (exit {self._child.reap()}) while it was waited for; see {self.log_path}"
         self._child.channel.close()
         self._let_go()
         if self._unread is not None:
             self._unread.unlink()  # where the writer could not
-        error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
-        return events + self._open.drop_all(error)
+        self._noted += self._open.drop_all(error)
+        return self.poll()

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from _thread import interrupt_main
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +201,7 @@ def test_numpy_comes_with_the_first_order(bench: Bench) -> None:
 
 _DEFERRED = """
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from ckptlib.writer import late_numpy
 late_numpy.defer()
@@ -829,7 +832,8 @@ def test_a_rank_that_asks_late_is_told_of_a_step_that_was_dropped_since(bench: B
     assert [event["event"] for event in told] == ["committed"]
 
 
-def test_what_it_said_of_earlier_saves_is_not_lost_where_it_does_not_end(bench: Bench) -> None:
+@pytest.mark.parametrize("how", ["times out", "Ctrl-C"])
+def test_what_it_said_of_earlier_saves_is_not_lost_where_it_does_not_end(bench: Bench, how: str) -> None:
     plan = bench.directory / "plan.json"
     write_plan(plan, [{"op": "commit", "key": "^packs/0*2-", "action": "hold"}])
     writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
@@ -838,8 +842,10 @@ def test_what_it_said_of_earlier_saves_is_not_lost_where_it_does_not_end(bench: 
         writer.add_slot(slot.path)
         writer.persist(save, slot.path)
     until(lambda: bool([*bench.root.glob("steps/*.json")]))
-    with pytest.raises(WaitTimeout):
-        writer.close(1.0)
+    if how == "Ctrl-C":
+        threading.Timer(1.0, interrupt_main).start()
+    with pytest.raises(WaitTimeout if how == "times out" else KeyboardInterrupt):
+        writer.close(1.0 if how == "times out" else WAIT_S)
     assert hear(writer, "committed")["save"] == str(SaveId(1, bench.generation))
     write_plan(plan, [])
 
