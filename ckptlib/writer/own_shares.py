@@ -74,7 +74,7 @@ class OwnShares:
         self._channel.send({"event": "released", **told})
         if self._tier is not None:
             if drains:
-                self._tier.jobs.put(partial(self.drain, save, puts_layout))
+                self._tier.jobs.put(partial(self.drain, save, began, puts_layout))
         elif self._rank == 0:
             self._commits.put(save, began)
 
@@ -116,14 +116,17 @@ class OwnShares:
         tier.note_new(save)
         return self._persister.persist(slot, save, deadline, may_be_parent=drains)
 
-    def drain(self, save: SaveId, puts_layout: bool = True, again: bool = False) -> None:
-        """From the thread that drains. `again`: a writer that is gone may have drained it, and rank 0's may have
-        committed it."""
+    def drain(self, save: SaveId, began: float, puts_layout: bool = True, again: bool = False) -> None:
+        """From the thread that drains. `began`: when it was to be, at the earliest, by the monotonic clock. `again`: a
+        writer that is gone may have drained it, and rank 0's may have committed it."""
         assert self._tier is not None
+        asks = again or time.monotonic() > began + self._trainer.deadline_s
 
         def before() -> None:
-            if again:
-                raise_if_failed(self._catalog, save)  # as the one that is gone may have told
+            nonlocal asks
+            if asks:
+                raise_if_failed(self._catalog, save)  # as rank 0 may have told since, or the one that is gone
+            asks = True  # should the store fail now
             self._beginning.put()
 
         try:

@@ -210,7 +210,7 @@ class WriterProcess:
             self._persists.put(partial(self._shares.persist, save, message["slot"], *how))
         elif op == "drain":
             assert self._tier is not None
-            self._tier.jobs.put(partial(self._shares.drain, save, again=message.get("again", False)))
+            self._tier.jobs.put(partial(self._shares.drain, save, time.monotonic(), again=message.get("again", False)))
         elif op == "commit":
             self._commits.put(save, message["began"], message.get("again", False))
         elif op == "await":

@@ -34,7 +34,7 @@ from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 from ckptlib.writer.client import Writer
 from ckptlib.writer.drain import Drain, Pace, missing
-from ckptlib.writer.persist import Persister
+from ckptlib.writer.persist import Persister, put_failure
 
 MUTATING = {"put", "write", "commit", "delete"}
 
@@ -129,6 +129,22 @@ def test_a_drain_that_a_writer_had_given_up_as_it_died_is_not_done_by_the_next_o
     tier.fault()
     assert "rank 1 failed: " in hear(writer, "failed")["error"]
     assert not [*tier.root.glob("parts/*/*-ok-*")]
+
+
+def test_what_another_rank_has_given_up_as_the_store_was_away_is_not_drained_any_more(tier: TierBench) -> None:
+    """Else the shares of all steps of a long outage would be put in vain, and those that come next would wait."""
+    tier.fault({"op": "commit", "key": "^packs/", "action": "error"})
+    writer = tier.tiered(rank=1, world_size=2)
+    save = SaveId(1, tier.generation)
+    tier.slots.append(ready_slot(tier.directory, save, {"w": np.arange(9)}, 1, size=2))
+    writer.add_slot(tier.slots[0].path)
+    writer.persist(save, tier.slots[0].path)
+    until(lambda: any(line["fault"] for line in tier.operations()))
+    with LocalStore(str(tier.root)) as store:
+        put_failure(store, save, 0, "no part of rank 1 came")
+    tier.fault()
+    assert "rank 0 failed: no part of rank 1 came" in hear(writer, "failed")["error"]
+    assert not [*tier.root.glob("packs/*/*")]
 
 
 def test_a_writer_killed_at_every_operation_of_a_drain_is_followed_by_one_that_drains_the_rest(tier: TierBench) -> None:
