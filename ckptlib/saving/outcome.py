@@ -162,10 +162,10 @@ class Outcomes:
         outcome = self._open.get(key)
         if kind == "released":
             durable = event["error"] is None
+            for asked in self._asked_for:  # also where it was told before that rank 0 has given it up
+                asked.local = asked.local or (durable and str(asked.save) == key)
             self._snapshots.released(key, durable=durable)
             self.tier.note(keys.parse_save(key).step, durable)
-            if outcome is not None:
-                outcome.local = durable
             if durable and (self._rank != 0 or event.get("drains") is False):
                 self.run.succeed()
                 if outcome is not None:
@@ -336,7 +336,8 @@ class Outcomes:
         step, deadline = outcome.save.step, time.monotonic() + timeout_s
         self._wait_saved(outcome, staging, timeout_s)
         while not outcome.local:
-            if outcome.error is not None:
+            writes = self._snapshots.is_persisting(str(outcome.save))  # looked at first: another thread may take note
+            if outcome.error is not None and not writes and not outcome.local:
                 raise outcome.error
             if time.monotonic() > deadline:
                 raise WaitTimeout(

@@ -271,7 +271,7 @@ def test_what_is_committed_as_a_close_that_times_out_waits_is_told(job: Job, mon
 def test_ranks_are_told_what_they_know(tmp_path: Path) -> None:
     fork_ranks("told.py", 2, tmp_path, 120, timeout_s=120)
     verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
-    assert len(verdicts) == 10
+    assert len(verdicts) == 12
     assert {*verdicts.values()} == {"ok"}, verdicts
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
-from helpers.inside import forget_last_save, is_asking, num_wanted, poll
+from helpers.inside import forget_last_save, is_asking, num_wanted, poll, writer_of
 from workers.rank_cases import PATIENCE_S, checkpointer, rank, run_cases
 
 import ckptlib
@@ -98,6 +100,26 @@ def test_a_rank_that_has_asked_in_vain_is_told_that_its_own_drain_fails(director
         forget_last_save(ckpt)
 
 
+def test_a_rank_is_told_of_its_own_disk_behind_the_word_that_rank_0_has_given_up(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    plan = directory / f"plan-{rank()}"
+    url = f"fault+file://{directory}/root?plan={plan}"
+    with checkpointer(url, {"x": torch.ones(1000)}, every=1000, local=directory / f"disk-{rank()}") as ckpt:
+        if rank() == 0:
+            write_plan(plan, [{"op": "put", "key": "^parts/.*-ok-", "action": "full"}])
+        else:
+            os.kill(writer_of(ckpt).pid, signal.SIGSTOP)
+        pending = ckpt.save(1)
+        if rank() == 1:
+            while not pending.done():
+                time.sleep(POLL_S)
+            os.kill(writer_of(ckpt).pid, signal.SIGCONT)
+        pending.wait_local(PATIENCE_S)
+        with pytest.raises(SaveFailed):
+            pending.wait_committed(PATIENCE_S)
+        forget_last_save(ckpt)
+
+
 def test_another_rank_may_ask_whether_it_is_done(directory: Path) -> None:
     with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
         pending = ckpt.save(1)
@@ -113,6 +135,7 @@ if __name__ == "__main__":
             test_another_rank_is_called_back_though_nobody_waits,
             test_nobody_asks_for_what_stays_on_local_disks_before_it_is_drained,
             test_a_rank_that_has_asked_in_vain_is_told_that_its_own_drain_fails,
+            test_a_rank_is_told_of_its_own_disk_behind_the_word_that_rank_0_has_given_up,
             test_another_rank_may_ask_whether_it_is_done,
         ]
     )
