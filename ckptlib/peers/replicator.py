@@ -273,6 +273,10 @@ class Replicator:
             log.warning("%s: there is none of step %d: %s", what, step, error)
 
     @property
+    def arenas(self) -> list[Arena]:
+        return [*self._arenas.values()]
+
+    @property
     def bases(self) -> list[Slot]:
         """Slots of this rank with which those are compared that are being sent. Main thread."""
         found = (steps.base for to, steps in self._sent.items() if self._senders[to].busy)

@@ -80,9 +80,9 @@ class Resumption:
         if rank == 0:
             show(log, "restore: %s", report)
         if session.settings.peers is not None:
-            session.snapshots.arena.others.reclaim(but=[*filter(None, (report.save, safer))])
+            session.snapshots.keep_before(report.save, safer)
             if safer is not None:
-                self._to_warm = None  # else this rank's own slots might leave no room for a replica beside those
+                self._to_warm = None  # else this rank's own slots might take its room before it has another copy
             self.warm()
         if part.only is not None and report.save is not None and rank == 0:
             log.warning(

@@ -274,6 +274,14 @@ class Snapshots:
         if settled > self.held_by_all:
             self.arena.forget(self.held_by_all, settled)
 
+    def keep_before(self, restored: SaveId | None, older: SaveId | None) -> None:
+        """Removes all that the jobs before have left in memory but these snapshots. They stay until all ranks hold one
+        of this job; the older one only while no slot lacks its room: else no other would ever be held."""
+        self.arena.others.reclaim(but=[*filter(None, (restored, older))])
+        if older is not None:
+            for arena in [self.arena, *([] if self.replicator is None else self.replicator.arenas)]:
+                arena.others.needed = restored
+
     def _reclaim(self) -> None:
         """Removes the slots of the job before, which nobody needs any more; its writers may have some open for a while
         yet."""

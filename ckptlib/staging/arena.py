@@ -192,7 +192,7 @@ class Arena:
 
     def _make_somewhere(self, nbytes: int) -> Slot:
         try:
-            slot = Slot.create(self._directory, self._prefix, nbytes)
+            slot = self._create(nbytes)
         except NoRoom as error:
             if not self._fallbacks:
                 raise
@@ -201,6 +201,15 @@ class Arena:
             slot = Slot.create(fallback, self._prefix, nbytes)
         self.on_made(slot.path)
         return slot
+
+    def _create(self, nbytes: int) -> Slot:
+        try:
+            return Slot.create(self._directory, self._prefix, nbytes)
+        except NoRoom:
+            if self.others.needed is None:
+                raise
+            self.others.reclaim(but=[self.others.needed])
+            return Slot.create(self._directory, self._prefix, nbytes)
 
     def _drop(self, slot: Slot) -> None:
         """Lets go of the memory; the file is the caller's."""

@@ -71,6 +71,8 @@ class OtherSlots:
         """Slots that were logged already, and directories that cannot be listed."""
         self._stuck: set[Path] = set()
         """Slots that could not be removed; they are empty."""
+        self.needed: SaveId | None = None
+        """Where others are kept beside this snapshot: the one that stays where memory lacks."""
 
     def under_way(self, after: SaveId | None = None) -> list[Path]:
         """Slots that writers of earlier jobs on this host have yet to finish with, and locks of writers with orders to

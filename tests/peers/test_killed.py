@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
 import time
 from typing import Any
 
 import pytest
-from workers.peers_bench import MEMORY
+from workers.peers_bench import MEMORY, PAGE_BYTES
 
 slow = pytest.mark.slow
 
@@ -76,6 +78,24 @@ def test_a_host_lost_behind_a_restart_whose_step_had_no_replicas_yet(make: Any) 
     cluster.start("AB")
     assert (cluster.restored(), cluster.received()) == ({(2, MEMORY)}, 1), cluster.story()
     cluster.finish()
+
+
+@pytest.mark.slow
+def test_where_memory_lacks_for_two_snapshots_of_the_job_before(make: Any) -> None:
+    """The older one goes: else there would never be a replica again."""
+    cluster = make()
+    with cluster.small_memory("A", 1 << 26):
+        cluster.start("AB", total=10**6, traps=[{"stage": "received", "rank": 0, "step": 3}])
+        assert [job.join() for job in cluster.jobs] == [-9, 1], cluster.story()
+        kept = {cluster.slots_of(rank, step).get("A") for rank, step in [(0, 2), (1, 2), (0, 3)]}
+        for path in {*cluster.slots("A")} - kept:
+            path.unlink()
+        there = os.statvfs(cluster.arena("A"))
+        room = (there.f_blocks - there.f_bfree) * PAGE_BYTES + 30 * PAGE_BYTES  # and one slot
+        subprocess.run(["mount", "-o", f"remount,size={room}", str(cluster.arena("A"))], check=True)
+        cluster.start("AB", total=10**6, pause_when_held=5)
+        assert (cluster.restored(), cluster.received()) == ({(3, MEMORY)}, 0), cluster.story()
+        cluster.wait_for("paused")
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ from places import TESTS
 from support import ROOT_ID
 
 from ckptlib.errors import NoRoom
-from ckptlib.format.keys import GenerationId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots import files
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import SUFFIX, Slot
 from ckptlib.staging.arena import Arena
 
@@ -194,6 +195,28 @@ def test_no_room_where_a_directory_was_chosen(small: Path) -> None:
         arena.take(1 << 30, -1, [])
     assert list(small.iterdir()) == []
     assert taken(arena, -1, []).path.parent == small
+    arena.close(unlink=True)
+
+
+def test_an_older_snapshot_beside_the_one_that_is_needed_goes_where_memory_lacks(small: Path) -> None:
+    """Once its processes have let go of it."""
+    before, nbytes, left = GenerationId(6, "00000006"), 1 << 19, dict[int, Path]()
+    for step in (4, 5):
+        slot = Slot.create(small, f"ckptlib-{ROOT_ID[:16]}-{before}", nbytes)
+        slot.write_header(SlotHeader(ROOT_ID, SaveId(step, before), 0, 1, step, 2, 0, {}))
+        slot.close()
+        left[step] = slot.path
+    arena = Arena(ROOT_ID, GENERATION, small, 3)
+    arena.others.needed = SaveId(5, before)
+    taken(arena, -1, [], nbytes)
+    with process("read", left[4]), pytest.raises(NoRoom):
+        taken(arena, -1, arena.slots, nbytes)
+    assert left[4].exists()
+    taken(arena, -1, arena.slots, nbytes)
+    assert not left[4].exists()
+    with pytest.raises(NoRoom):
+        taken(arena, -1, arena.slots, nbytes)
+    assert left[5].exists()
     arena.close(unlink=True)
 
 
