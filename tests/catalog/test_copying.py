@@ -112,6 +112,7 @@ def test_no_step_is_copied_where_a_job_has_begun_meanwhile(before: str, job: Cal
     step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
     copying.open_copy(source, target, step, lineage)
     copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.copy_layouts(source, target, step)
     with pytest.raises(CkptError, match=r"a job has begun in .* meanwhile.*Name a new root"):
         copying.commit_copy(source, target, step, lineage)
     for prefix in ("steps/", "generations/", "copies/generations/") if before == "layouts/" else ("steps/",):
@@ -128,6 +129,7 @@ def test_a_copy_goes_on_where_another_one_has_ended_and_a_job_has_begun() -> Non
     step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
     copying.open_copy(source, target, step, lineage)
     copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.copy_layouts(source, target, step)
     copying.commit_copy(source, target, step, lineage)
     make_save(target, make_generation(target, 4, save), 2, state(2))
     copying.commit_copy(source, target, step, lineage)
@@ -143,6 +145,7 @@ def test_what_another_copy_has_put_stays_also_where_a_store_tells_only_when_aske
     step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
     copying.open_copy(source, target, step, lineage)
     copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.copy_layouts(source, target, step)
     copying.commit_copy(source, target, step, lineage)
     target.store.put(save.trash_key, TrashRecord(save, "never committed").encode())
     with pytest.raises(SaveFailed, match="The step is what another copy put"):
@@ -190,4 +193,5 @@ def copy_all(source: Catalog, target: Catalog, save: SaveId) -> None:
     step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
     copying.open_copy(source, target, step, lineage)
     copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.copy_layouts(source, target, step)
     copying.commit_copy(source, target, step, lineage)
