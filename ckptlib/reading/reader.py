@@ -19,7 +19,7 @@ from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import dtypes, gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
 from ckptlib.format.digests import digester_of_pieces
-from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry, ranks_touching
+from ckptlib.format.layout import Layout, OwnPerRank, TensorEntry, ranks_touching
 from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 from ckptlib.reading.hands import Hands
@@ -210,20 +210,10 @@ class StepReader(ABC, Generic[T]):
             self._source.read_into(pack, end - 1, memoryview(bytearray(1)))
 
     def ranks_for(self, want: Want[T]) -> frozenset[int]:
-        """The ranks whose parts may hold the wanted box, or have all of it."""
-        boxes = [box for box, _ in want.pieces]
-        if self._source.world_size == 1 or (not want.everywhere and self._has_itself(want.name, boxes)):
+        """The ranks whose parts may hold the wanted box."""
+        if self._source.world_size == 1:
             return self._own
-        return self.ranks_holding(want.name, boxes)
-
-    def _has_itself(self, name: str, boxes: Sequence[Box]) -> bool:
-        """Whether these are boxes that this rank cut by hand itself. Only parts tell who did, and it may be that the
-        other ranks' are not here."""
-        own = self.layouts[self._own_layout].find(name)
-        if own is None or not isinstance(own.holding, ByHand):
-            return False
-        share = self._share(self.own_rank)
-        return {share.boxes[shard] for shard in share.shards(name)}.issuperset(boxes)
+        return self.ranks_holding(want.name, [box for box, _ in want.pieces])
 
     def ranks_holding(self, name: str, boxes: Iterable[Box]) -> frozenset[int]:
         """Whose parts may hold something of these boxes of a tensor."""

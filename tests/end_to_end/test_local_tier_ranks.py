@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from workers.crash_bench import Bench
 from workers.crash_jobs import run
-from workers.tier_jobs import (
-    come_back_to_pieces,
-    come_without,
-    fail_in_the_bucket_first,
-    save_what_is_local,
-    train_with_a_slow_rank,
-)
+from workers.tier_jobs import come_without, fail_in_the_bucket_first, save_what_is_local, train_with_a_slow_rank
 
 
 def test_all_ranks_drain_the_same_steps_though_only_one_of_them_cannot(bench: Bench) -> None:
@@ -39,14 +33,6 @@ def test_a_step_that_rank_0_tells_as_failed_before_another_rank_has_it_on_its_di
     for told in run(fail_in_the_bucket_first, bench.directory, 2, **options):
         assert told[-1]["on_disk"] == [1, 2, 5]
     assert bench.listed() == [1, 5]
-
-
-def test_ranks_with_disks_of_their_own_come_back_to_tensors_that_were_cut_by_hand(bench: Bench) -> None:
-    """Which ranks have a piece of these, only their parts tell; those of other ranks are not here."""
-    options = {"url": bench.url, "disk": str(bench.directory / "disk")}
-    run(come_back_to_pieces, bench.directory, 2, **options)
-    for rank, (told,) in enumerate(run(come_back_to_pieces, bench.directory, 2, **options)):
-        assert (told["step"], told["skipped"], told["piece"]) == (1, 0, [10.0 + rank] * 4)
 
 
 def test_a_tier_on_some_ranks_only_is_refused_on_all(bench: Bench) -> None:

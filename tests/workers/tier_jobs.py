@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers.inside import writer_of
 from helpers.writers import stop
@@ -59,19 +58,6 @@ def come_without(tell: Teller, rank: int, *, url: str, disk: str) -> None:
         ckptlib.Checkpointer(url, State(20_000).mapping, every=1, local=disk if rank == 0 else None)
     except ValueError as error:
         tell("refused", text=str(error))
-
-
-def come_back_to_pieces(tell: Teller, rank: int, *, url: str, disk: str) -> None:
-    """A step more, of a tensor that is cut by hand, on a disk of each rank's own."""
-    piece = torch.full((4,), -1.0)
-    state = {"cut": ckptlib.Sharded(piece, (4 * rank,), (8,))}
-    with ckptlib.Checkpointer(url, state, every=1, local=f"{disk}-{rank}", drain=ckptlib.Steps(1000)) as ckpt:
-        report = ckpt.restore()
-        tell("restored", step=report.step, piece=piece.tolist(), skipped=len(report.skipped))
-        piece.fill_(10 * (report.step + 1) + rank)
-        ckpt.after_step(report.step + 1)
-        assert ckpt.pending is not None
-        ckpt.pending.wait_local(WAIT_S)
 
 
 def save_what_is_local(tell: Teller, rank: int, *, url: str, disk: str, arena: str) -> None:
