@@ -191,14 +191,20 @@ def test_what_was_made_for_a_snapshot_goes_with_it(world: World, monkeypatch: py
     assert alive[0] >= kept + 2 * 4 * SIZES[4], "each slot would keep one"
 
 
-def test_what_is_let_go_of_between_two_snapshots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory that snapshots went by, too: who drains wants it, and the next snapshot takes it anew."""
+def with_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    """Of a device that has room for all that snapshots go by."""
     runtime = Runtime()
     runtime.patch(monkeypatch)
     simulation = Simulation(runtime)
     simulation.patch(monkeypatch)
     monkeypatch.setattr(spare_memory, "figures", lambda device: Figures(1 << 30, 0, 0, 0))
     monkeypatch.setattr(spare_memory, "MARGIN_BYTES", 0)
+    return simulation
+
+
+def test_what_is_let_go_of_between_two_snapshots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that snapshots went by, too: who drains wants it, and the next snapshot takes it anew."""
+    simulation = with_memory_to_spare(monkeypatch)
     alive: list[int] = []
     with simulation:
         stager = Stager(lambda staging: None, spare=True)
@@ -221,12 +227,7 @@ def test_what_is_let_go_of_between_two_snapshots(world: World, monkeypatch: pyte
 
 def nbytes_with_a_twin(world: World, monkeypatch: pytest.MonkeyPatch, num_alone: int) -> int:
     """Of the device's memory, once another rank's snapshots are copied beside this one's; as many were not before."""
-    runtime = Runtime()
-    runtime.patch(monkeypatch)
-    simulation = Simulation(runtime)
-    simulation.patch(monkeypatch)
-    monkeypatch.setattr(spare_memory, "figures", lambda device: Figures(1 << 30, 0, 0, 0))
-    monkeypatch.setattr(spare_memory, "MARGIN_BYTES", 0)
+    simulation = with_memory_to_spare(monkeypatch)
     twin = Slot.create(world.slots[0].path.parent, "twin", SLOT_BYTES)
     with simulation:
         stager = Stager(lambda staging: None, spare=True)
