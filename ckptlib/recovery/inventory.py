@@ -108,8 +108,7 @@ def describe(found: Iterable[Found], memories: Iterable[str], host: str, cores: 
     return json.dumps({"found": rows, "memories": list(memories), "host": host, "cores": f"{mask:x}"}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A slot from which a rank needs something, read out to it by one that can open it."""
 
     found: Found

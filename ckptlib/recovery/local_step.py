@@ -1,8 +1,8 @@
 """A step on the local disks of the job's hosts, as a source for a Reader: which ones are whole, and how one is read.
 
 Each rank lists its own host's disk. It tells the others which parts of the newest visible saves it has, and all
-conclude the same. A rank reads parts on its own host. Tensors that all ranks want are read where they lie, and
-broadcast. A step of which one rank needs a part of another host's disk is read from the store.
+conclude the same. A rank reads on its own host what is there. Tensors that all ranks want are read where they lie, and
+broadcast. What else a rank needs, such as a box that its replica wrote, a rank of the host that has it reads out to it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import choose_parts
 from ckptlib.catalog.local_disk import by_save
 from ckptlib.catalog.unreadable import UNUSABLE
-from ckptlib.errors import (
-    CheckpointNotFound,
-    CkptError,
-    CorruptData,
-    NotBrought,
-    ObjectNotFound,
-    ObjectUnreadable,
-    StoreError,
-)
+from ckptlib.errors import CkptError, CorruptData, NotBrought, ObjectNotFound, ObjectUnreadable, StoreError
 from ckptlib.format import keys
 from ckptlib.format.check import alike
 from ckptlib.format.digests import XXH3, digester
@@ -34,8 +31,9 @@ from ckptlib.format.manifest import ranks_by_layout
 from ckptlib.format.part import Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
+from ckptlib.recovery.local_share import LocalShare, RemoteShare
+from ckptlib.recovery.remote_slots import GATHERED, Exchange
 from ckptlib.stores.io_limits import IoLimits
-from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
 
@@ -111,15 +109,49 @@ def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
     return found
 
 
+class Move(NamedTuple):
+    """What one rank reads out to another."""
+
+    saved: int
+    """The saved rank whose share it is."""
+    sender: int
+    receiver: int
+
+
+def moves(seen: Sequence[frozenset[int]], needs: Sequence[Collection[int]]) -> list[Move]:
+    """The shares that ranks need, and do not have on their hosts. Pure.
+
+    `seen`: see `LocalStep`. `needs`: by rank, the saved ranks whose shares it needs.
+    """
+    holders: dict[int, list[int]] = {}
+    for rank, there in enumerate(seen):
+        for saved in there:
+            holders.setdefault(saved, []).append(rank)
+    loads, found = [0] * len(seen), list[Move]()
+    for receiver, needed in enumerate(needs):
+        for saved in sorted({*needed} - seen[receiver]):
+            sender = min(holders[saved], key=loads.__getitem__)
+            loads[sender] += 1
+            found.append(Move(saved, sender, receiver))
+    return found
+
+
 class OnDisks:
     """One such step; of all ranks together, though each reads its own host's disk."""
 
-    def __init__(self, group: Group, disk: Catalog, step: LocalStep) -> None:
+    def __init__(
+        self, group: Group, over: dist.ProcessGroup | None, disk: Catalog, step: LocalStep, timeout: timedelta
+    ) -> None:
         """Collective. Raises, on all ranks, the error of a damaged part or layout."""
-        self._group, self._disk, self._step = group, disk, step
+        self._group, self._over, self._disk, self._step = group, over, disk, step
+        self._timeout = timeout
         self.save, self.world_size = step.save, len(step.parts)
         self.where, self.in_memory = f"local disks ({disk.store.url})", False
-        self.limits = IoLimits()
+        self._exchange: Exchange[int] | None = None
+        self._far: dict[int, RemoteShare] = {}
+        """By saved rank: the shares that this rank has from other hosts."""
+        self._packs: dict[str, tuple[RemoteShare, int]] = {}
+        """By key: the packs of these, each by its position in the part."""
         told = together(group, f"opening step {step.save.step} on local disks", self._own_layouts)
         rows = [(str(digest), rank) for data in group.gather(told) for rank, digest in json.loads(data)]
         self.layouts: Mapping[str, tuple[int, ...]] = ranks_by_layout(sorted(rows, key=lambda row: row[1]))
@@ -152,9 +184,16 @@ class OnDisks:
         return self._decoded[digest]
 
     def part(self, rank: int) -> Part:
-        if rank not in self._step.seen[self._group.rank]:
+        if rank in self._step.seen[self._group.rank]:
+            return self._read(rank)
+        far = self._far.get(rank)
+        if far is None:
             raise NotBrought(f"the part of rank {rank} is on the disk of another host", rank)
-        return self._read(rank)
+        name = self._step.parts[rank]
+        part = Part.decode(name, far.part())
+        part.table.check(self._decoded[part.table.layout], name.key)  # which this host's disk may lack
+        self._packs.update((pack.key, (far, n)) for n, pack in enumerate(part.packs))
+        return part
 
     def _read(self, saved: int) -> Part:
         try:
@@ -163,28 +202,42 @@ class OnDisks:
             raise _damage(error) from error
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+        if pack in self._packs:
+            far, n = self._packs[pack]
+            far.read_into(n, offset, buffer)
+            return
         try:
             self._disk.store.get_into(pack, offset, buffer)
         except StoreError as error:
             raise _damage(error) from error
+
+    @property
+    def limits(self) -> IoLimits:
+        return GATHERED if self._far else IoLimits()
 
     def near(self, ranks: Collection[int]) -> tuple[int, ...]:
         """The ranks of this job that have the parts of all these saved ranks on their host."""
         return tuple(rank for rank, seen in enumerate(self._step.seen) if seen.issuperset(ranks))
 
     def bring(self, ranks: Collection[int]) -> None:
-        """Checks that all of it is here. Collective. Raises CheckpointNotFound, on all ranks, where some is not."""
+        """Those that are not here are read out by ranks of other hosts from now on. Collective."""
+        needs = [json.loads(data) for data in self._group.gather(json.dumps(sorted(ranks)).encode())]
+        lacking = moves(self._step.seen, needs)
+        if not lacking:
+            return
+        if self._exchange is None:
+            assert self._over is not None, "one process sees all of its disk"
+            self._exchange = Exchange(self._over, self._timeout, lru_cache(maxsize=None)(self._open))
+        self._far |= {saved: RemoteShare(there) for saved, there in self._exchange.add(lacking).items()}
+        together(self._group, "offering shares on local disks", lambda: None)  # nobody may ask for them before
 
-        def check() -> None:
-            lacking = sorted({*ranks} - self._step.seen[self._group.rank])
-            if lacking:
-                raise CheckpointNotFound(
-                    f"rank {self._group.rank} needs shares that are on the disks of other hosts: of rank "
-                    f"{listed(lacking, 16)} of {self.world_size}. Ranks that come back on the hosts where they were "
-                    "read from local disks"
-                )
+    def _open(self, saved: int) -> LocalShare:
+        return LocalShare(self._disk, self._step.parts[saved])
 
-        together(self._group, f"loading step {self.save.step}", check)
+    def close(self) -> None:
+        """Returns when ranks that read here are done, too, or are gone. When this one reads no more."""
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def _damage(error: StoreError) -> CkptError:

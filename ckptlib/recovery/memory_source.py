@@ -26,11 +26,11 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, Transfer, by_rank, snapshot_id
-from ckptlib.recovery.remote_slots import STREAMS, Exchange
+from ckptlib.recovery.remote_slots import GATHERED, Exchange, RemoteSlot
 from ckptlib.slots.readable import ReadableSlot
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
-from ckptlib.stores.io_limits import RUN_BYTES, THREADS, IoLimits
+from ckptlib.stores.io_limits import THREADS, IoLimits
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,6 @@ CACHED = IoLimits(most=4 * 1024 * 1024, piece=256 * 1024)
 """Of slots on this host, but for the threads. Two ranks at once on two cores with 2 MiB of L2, 0.5 GB in tensors of 3.3
 MB, read and checked: 0.30 s per GB a tensor at a time, 0.26 in pieces of 128 to 512 KiB, 0.28 in those of 1 MiB; the
 bare read takes 0.22."""
-
-GATHERED = IoLimits(most=RUN_BYTES // 2, direct_from=RUN_BYTES // 2, threads=STREAMS)
-"""Of slots on other hosts: tensors of a few megabytes come several at a time, since each message costs gloo as much CPU
-as a copy of some megabytes. Their buffers are fresh memory: 0.5 GB in tensors of 3.3 MB took 0.60 s with eight of 16
-MiB, 0.47 with four, and 0.40 with four of 8 MiB."""
 
 
 class _Share(NamedTuple):
@@ -84,7 +79,7 @@ class InMemory:
         """By saved rank: where this rank reads its share."""
         self._moves: dict[_Share, Transfer] = {}
         """Shards that are on other hosts only; the same on all ranks."""
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange[Found] | None = None
         self.save = snapshot.save
         self.world_size = snapshot.world_size
         there = sorted(inventory.of(snapshot).items())
@@ -160,7 +155,7 @@ class InMemory:
         if self._exchange is None:
             assert self._over is not None, "one process shares all its memory with itself"
             self._exchange = Exchange(self._over, self._timeout, self._open_here)
-        self._slots.update(self._exchange.add(moves))
+        self._slots |= {found.path: RemoteSlot(there, found) for found, there in self._exchange.add(moves).items()}
         together(self._group, "offering snapshots", lambda: None)  # before it is offered, nobody may ask for it
 
     def _snapshot_in(self, found: Found) -> Snapshot:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -284,8 +285,11 @@ def _load_from_store(session: Session, candidate: Candidate, load: Load) -> Resu
 def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> Result:
     assert session.settings.local is not None
     assert candidate.local is not None
+    group, over, timeout = session.group, session.over, session.settings.timeout
     with LocalStore(str(session.settings.local.path)) as store:
-        return load(OnDisks(session.group, Catalog(store, session.catalog), candidate.local))
+        disk = Catalog(store, session.catalog)
+        with closing(OnDisks(group, over, disk, candidate.local, timeout)) as source:
+            return load(source)
 
 
 def _check_store(session: Session) -> None:

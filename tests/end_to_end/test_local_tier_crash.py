@@ -203,11 +203,10 @@ def test_ranks_with_disks_of_their_own_restore_from_them(bench: Bench) -> None:
     swapped[0].rename(bench.directory / "aside")
     swapped[1].rename(swapped[0])
     (bench.directory / "aside").rename(swapped[1])
+    for pack in bench.root.glob("packs/*3-*/*"):
+        pack.unlink()
     for told in run(train, bench.directory, 2, url=bench.url, steps=1, local=disks):
-        assert told[0]["step"] == 3
-        (why,) = told[0]["skipped"]
-        assert "in local disks" in why
-        assert "needs shares that are on the disks of other hosts" in why
+        assert (told[0]["step"], told[0]["skipped"]) == (3, []), "ranks may come back on other hosts"
 
 
 def test_another_world_size_on_one_host_restores_from_its_disk(bench: Bench) -> None:

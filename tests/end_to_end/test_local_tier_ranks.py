@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from workers.crash_bench import Bench
 from workers.crash_jobs import run
-from workers.tier_jobs import come_without, fail_in_the_bucket_first, save_what_is_local, train_with_a_slow_rank
+from workers.tier_jobs import (
+    come_back_to_pieces,
+    come_without,
+    fail_in_the_bucket_first,
+    save_what_is_local,
+    train_with_a_slow_rank,
+)
 
 
 def test_all_ranks_drain_the_same_steps_though_only_one_of_them_cannot(bench: Bench) -> None:
@@ -33,6 +39,16 @@ def test_a_step_that_rank_0_tells_as_failed_before_another_rank_has_it_on_its_di
     for told in run(fail_in_the_bucket_first, bench.directory, 2, **options):
         assert told[-1]["on_disk"] == [1, 2, 5]
     assert bench.listed() == [1, 5]
+
+
+def test_a_disk_for_each_rank_has_pieces_and_replicas_that_other_ranks_want(bench: Bench) -> None:
+    """Which ranks have a piece of what was cut by hand, only their parts tell. One of several replicas is on a disk.
+    All of it comes from the disks, here to more ranks than before."""
+    options = {"url": bench.url, "disk": str(bench.directory / "disk")}
+    for step, size in enumerate((2, 3)):
+        for (told,) in run(come_back_to_pieces, bench.directory, size, **options):
+            assert (told["step"], told["skipped"], told["right"]) == (step, [], True)
+            assert told["tier"] == "local" or not step
 
 
 def test_a_tier_on_some_ranks_only_is_refused_on_all(bench: Bench) -> None:

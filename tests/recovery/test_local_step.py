@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ import pytest
 from support import make_generation, make_root, put_parts
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CheckpointNotFound, CorruptData, NotBrought, ObjectUnreadable
+from ckptlib.errors import CorruptData, FormatError, NotBrought, ObjectUnreadable
 from ckptlib.format.check import check_of
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import SoloGroup
-from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, newest, parse_saves, saves_on, whole
+from ckptlib.recovery.local_share import LocalShare
+from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, moves, newest, parse_saves, saves_on, whole
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
+
+PATIENCE = timedelta(seconds=60)
 
 
 class Disks:
@@ -112,17 +116,39 @@ def test_only_what_may_be_wanted_is_looked_at(tmp_path: Path) -> None:
 def test_reading_what_is_here_and_what_is_not(tmp_path: Path) -> None:
     alone = Disks(tmp_path / "alone", 1)
     save = alone.save(1)
-    source = OnDisks(SoloGroup(), alone.disks[0], whole(alone.told())[save])
+    source = OnDisks(SoloGroup(), None, alone.disks[0], whole(alone.told())[save], PATIENCE)
     assert (source.world_size, source.in_memory, source.near({0})) == (1, False, (0,))
     part = source.part(0)
     buffer = memoryview(bytearray(part.table.nbytes[0]))
     source.read_into(part.packs[0].key, part.table.offsets[0], buffer)
     assert np.frombuffer(buffer, np.int64).tolist() == (np.arange(64) + 1).tolist()
     source.bring({0})
-    with pytest.raises(CheckpointNotFound, match="needs shares that are on the disks of other hosts: of rank 7 of 1"):
-        source.bring({0, 7})
     with pytest.raises(NotBrought):
         source.part(7)
+    source.close()
+
+
+def test_what_a_rank_lacks_is_read_out_by_those_that_have_it() -> None:
+    """By each of them as much; nobody is sent what is on its own host."""
+    seen = [frozenset({0, 1}), frozenset({0, 1}), frozenset({2}), frozenset[int]()]
+    assert moves(seen, [{0, 1}, {0}, {2}, {2}]) == [(2, 2, 3)]
+    assert moves(seen, [{0, 2}, set(), {0, 1, 2}, {0, 1}]) == [(2, 2, 0), (0, 0, 2), (1, 1, 2), (0, 0, 3), (1, 1, 3)]
+
+
+def test_a_share_is_its_part_and_its_packs(tmp_path: Path) -> None:
+    """And nothing else is read out, whatever a rank asks for."""
+    alone = Disks(tmp_path, 1)
+    (name,) = alone.disks[0].parts(alone.save(1))[0]
+    share = LocalShare(alone.disks[0], name)
+    (pack,) = (alone.disks[0].part(name)).packs
+    document, packed = alone.disks[0].store.get(name.key), alone.disks[0].store.get(pack.key)
+    assert bytes(share.view(0, 8 + len(document))) == len(document).to_bytes(8, "little") + document
+    assert bytes(share.view(2**44 + 5, len(packed) - 5)) == packed[5:]
+    for at, nbytes in ((0, 9 + len(document)), (2 * 2**44, 1), (2**64 - 1, 1)):
+        assert len(share.view(at, nbytes)) < nbytes or at + nbytes > share.end
+    for at, nbytes in ((2**44, len(packed) + 1), (2 * 2**44 - 1, 2)):
+        with pytest.raises(FormatError, match="it is truncated"):
+            share.view(at, nbytes)
 
 
 def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None:
@@ -130,7 +156,7 @@ def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None
     save = alone.save(1)
     plan = tmp_path / "plan.json"
     disk = Catalog(FaultStore(LocalStore(str(alone.paths[0])), str(plan)))
-    source = OnDisks(SoloGroup(), disk, whole(alone.told())[save])
+    source = OnDisks(SoloGroup(), None, disk, whole(alone.told())[save], PATIENCE)
     write_plan(plan, [{"op": "get_into", "action": "error"}, {"op": "get", "action": "error"}])
     (pack,) = alone.paths[0].glob("packs/*/*")
     with pytest.raises(ObjectUnreadable):
@@ -141,4 +167,4 @@ def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None
     (layout,) = alone.paths[0].glob("layouts/*")
     flip_bit(layout, 300)
     with pytest.raises(CorruptData):
-        OnDisks(SoloGroup(), Catalog(disk.store), whole(alone.told())[save])
+        OnDisks(SoloGroup(), None, Catalog(disk.store), whole(alone.told())[save], PATIENCE)

@@ -1,4 +1,4 @@
-"""Slots that are read from another rank, whole, damaged and by liars; `three_ranks` runs the cases.
+"""Slots, and shares on disks, that are read from another rank: whole, damaged and by liars. `three_ranks` runs these.
 
 Rank 1 reads what rank 0 has where a case does not say otherwise.
 """
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
@@ -27,11 +27,11 @@ from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support import ROOT_ID, layout_of, shards_of
+from support import ROOT_ID, layout_of, make_root, put_part, shards_of
 from workers.rank_slots import CAPACITY, STATE, content_of, flip, seal, slot_of
 from workers.three_ranks import PATIENCE, rank, run_cases, world
 
-from ckptlib.errors import AgreementFailed, CorruptData, FormatError
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NotBrought
 from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
@@ -44,6 +44,8 @@ from ckptlib.reading.reader import Want
 from ckptlib.reading.source import own_rank
 from ckptlib.recovery import remote_slots as remote_module
 from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, Transfer, describe, look
+from ckptlib.recovery.local_step import OnDisks, whole
+from ckptlib.recovery.local_step import look as look_at_disk
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
 from ckptlib.slots.header import SlotHeader
@@ -52,6 +54,7 @@ from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.pair import CopySource
 from ckptlib.staging.stager import Content, Stager
+from ckptlib.stores.local import LocalStore
 
 PIECE_BYTES = 1 << 20
 """The most that one request asks for, here: a small body takes several."""
@@ -68,14 +71,19 @@ def shared(slot: Slot) -> Found:
 
 
 @contextmanager
-def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange, list[RemoteSlot]]]:
+def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange[Found], list[RemoteSlot]]]:
     """`moves`: (sender, receiver), all of the slot of rank 0. What this rank receives of them."""
     found = shared(slot)
     exchange = Exchange(world(), PATIENCE, open_here)
-    slots = exchange.add(Transfer(found, sender, receiver) for sender, receiver in moves)
+    slots = slots_of(exchange, *(Transfer(found, sender, receiver) for sender, receiver in moves))
     dist.barrier()
-    yield exchange, list(slots.values())
+    yield exchange, slots
     exchange.close()
+
+
+def slots_of(exchange: Exchange[Found], *moves: Transfer) -> list[RemoteSlot]:
+    """Those that are read out to this rank."""
+    return [RemoteSlot(there, found) for found, there in exchange.add(moves).items()]
 
 
 def open_here(found: Found) -> Slot:
@@ -115,10 +123,11 @@ def what_is_not_there(directory: Path) -> None:
         seal(slot, 1, 0)
         found = shared(slot)
         exchange = Exchange(world(), PATIENCE, lru_cache(open_here))
-        slots = exchange.add(Transfer(replace(found, path=path), 0, 1) for path in (found.path, found.path + "x"))
+        paths = found.path, found.path + "x"
+        slots = slots_of(exchange, *(Transfer(replace(found, path=path), 0, 1) for path in paths))
         dist.barrier()
         if rank() == 1:
-            there, gone = slots.values()
+            there, gone = slots
             for at, nbytes in ((2**40, 1), (PAGE_BYTES + CAPACITY, 2 * PIECE_BYTES)):
                 with pytest.raises(CorruptData, match=r"rank 0 says: .*is past its end"):
                     there.view(at, nbytes)
@@ -179,9 +188,9 @@ def liars_who_ask(directory: Path) -> None:
             link.close()
             return
         exchange = Exchange(world(), PATIENCE, open_here)
-        slots = exchange.add([Transfer(found, 0, 1), Transfer(found, 0, 2)])
+        slots = slots_of(exchange, Transfer(found, 0, 1), Transfer(found, 0, 2))
         dist.barrier()
-        for there in slots.values():
+        for there in slots:
             check_body(there, SnapshotReader().read(there, there.read_header()))
         exchange.close()
         dist.barrier()
@@ -308,16 +317,47 @@ def long_restore(directory: Path) -> None:
         seal(slot, 1, 0)
         found, timeout = shared(slot), timedelta(seconds=6)
         exchange = Exchange(world(), timeout if rank() == 0 else PATIENCE, lru_cache(open_here))
-        slots = exchange.add([Transfer(found, 0, 1), Transfer(found, 0, 2)])
+        slots = slots_of(exchange, Transfer(found, 0, 1), Transfer(found, 0, 2))
         dist.barrier()
         end = time.monotonic() + (1.3 * timeout.total_seconds() if rank() == 2 else 0.0)
-        for there in slots.values():
+        for there in slots:
             check_body(there, SnapshotReader().read(there, there.read_header()))
             while time.monotonic() < end:
                 time.sleep(0.2)
                 check_body(there, SnapshotReader().read(there, there.read_header()))
         dist.barrier()
         exchange.close()
+
+
+def shares_on_disks(directory: Path) -> None:
+    """Three disks with a share each, of a tensor that every rank wants whole. Then one pack is cut, and gone."""
+    tensors = {"w": np.random.default_rng(1).integers(0, 2**32, (99, 64, 1024), np.uint32)}
+    disk, save = make_root(LocalStore(str(directory / f"disk{rank()}"))), SaveId(1, GenerationId(1, "00000001"))
+    put_part(disk, save, rank(), layout_of(tensors, 3), tensors)
+    group, found = group_of(None, PATIENCE), torch.zeros(tensors["w"].shape, dtype=torch.uint32)
+    step = whole(group.gather(look_at_disk(disk, [save])))[save]
+
+    def read() -> None:
+        with closing(OnDisks(group, world(), disk, step, PATIENCE)) as source:
+            source.bring({rank()})
+            reader, want = Reader(source, rank()), Want("w", ((Box.whole(tuple(found.shape)), found),))
+            assert reader.ranks_for(want) == {0, 1, 2}
+            with pytest.raises(NotBrought):
+                source.part((rank() + 1) % 3)
+            source.bring({0, 1, 2})
+            reader.read([want], lambda nbytes: None)
+
+    read()
+    assert np.array_equal(found.numpy(), tensors["w"])
+    (pack,) = (directory / "disk2").glob("packs/*/*")
+    for damage in (lambda: os.truncate(pack, 10_000), pack.unlink):
+        dist.barrier()
+        if rank() == 2:
+            damage()
+        dist.barrier()
+        with pytest.raises(CkptError if rank() == 2 else CorruptData) as caught:
+            read()
+        assert rank() == 2 or "rank 2 says: " in str(caught.value)
 
 
 class Dies(Link):
@@ -338,13 +378,13 @@ def killed(directory: Path) -> None:
         path = group_of(None, PATIENCE).gather(str(slot.path).encode())[2].decode()
         assert found is not None
         exchange = Exchange(world(), PATIENCE, open_here)
-        slots = exchange.add([Transfer(found, 0, 1), Transfer(replace(found, path=path), 2, 0)])
+        slots = slots_of(exchange, Transfer(found, 0, 1), Transfer(replace(found, path=path), 2, 0))
         dist.barrier()
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank() == 2:
             signal.pause()
-        for there in slots.values():
+        for there in slots:
             with ThreadPoolExecutor(2 * STREAMS) as executor:
                 reads = [executor.submit(there.view, 0, PIECE_BYTES) for _ in range(2 * STREAMS)]
             assert [type(read.exception()) for read in reads] == [AgreementFailed] * len(reads)
@@ -360,6 +400,7 @@ CASES = [
     only_what_is_needed,
     another_copy,
     long_restore,
+    shares_on_disks,
     killed,
 ]
 

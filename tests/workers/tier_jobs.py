@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.inside import writer_of
 from helpers.writers import stop
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from workers.crash_jobs import State, Teller
 
 import ckptlib
@@ -58,6 +61,36 @@ def come_without(tell: Teller, rank: int, *, url: str, disk: str) -> None:
         ckptlib.Checkpointer(url, State(20_000).mapping, every=1, local=disk if rank == 0 else None)
     except ValueError as error:
         tell("refused", text=str(error))
+
+
+def come_back_to_pieces(tell: Teller, rank: int, *, url: str, disk: str) -> None:
+    """A step more on a disk of each rank's own: of a tensor that is cut by hand into uneven pieces, of one that all
+    ranks have a piece of in common, and of DTensors that are replicas."""
+    size = dist.get_world_size()
+    mesh, cuts = init_device_mesh("cpu", (size,)), {2: (0, 5, 12), 3: (0, 1, 7, 12)}[size]
+    first, end = cuts[rank], cuts[rank + 1]
+    cut, common = torch.zeros(end - first), torch.zeros(4)
+    replicas = [torch.zeros(100 + i) for i in range(3)]
+    state = {
+        "cut": ckptlib.Sharded(cut, (first,), (12,)),
+        "common": ckptlib.Sharded(common, (0,), (4,)),
+        "replicas": [DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in replicas],
+    }
+
+    def expected(step: int) -> list[torch.Tensor]:
+        whole = torch.arange(12.0) + 100 * step
+        return [whole[first:end], whole[:4] + 7, *(torch.full((100 + i,), 10.0 * step + i) for i in range(3))]
+
+    with ckptlib.Checkpointer(url, state, every=1, local=f"{disk}-{rank}", drain=ckptlib.Steps(1000)) as ckpt:
+        report = ckpt.restore()
+        here = [cut, common, *replicas]
+        right = not report.step or all(map(torch.equal, here, expected(report.step)))
+        tell("restored", step=report.step, tier=report.tier, skipped=report.skipped, right=right)
+        for tensor, value in zip(here, expected(report.step + 1), strict=True):
+            tensor.copy_(value)
+        ckpt.after_step(report.step + 1)
+        assert ckpt.pending is not None
+        ckpt.pending.wait_local(WAIT_S)
 
 
 def save_what_is_local(tell: Teller, rank: int, *, url: str, disk: str, arena: str) -> None:

@@ -1,0 +1,69 @@
+"""A saved rank's share on the disk of one host, as ranks of other hosts read it: its part, and the packs of that.
+
+    [0, 8)                   how many bytes the part has
+    [8, 8 + these)           the part
+    [n * 2**44, ...)         its nth pack, from 1 on
+
+So one offer is all that both ends know beforehand; which packs there are, the part tells. No torch.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import FormatError
+from ckptlib.format.documents import MAX_BYTES
+from ckptlib.format.keys import PartName
+from ckptlib.format.part import Part
+from ckptlib.recovery.remote_slots import RemoteBytes
+
+_PACK_BYTES = 1 << 44
+"""More than a pack has."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+class LocalShare:
+    """On this host; to be read out. From any thread."""
+
+    def __init__(self, disk: Catalog, name: PartName) -> None:
+        """Raises CorruptData, FormatError, StoreError."""
+        self.where = f"{disk.store.url}/{name.key}"
+        self._store = disk.store
+        part = disk.store.get(name.key)
+        self._packs = [pack.key for pack in Part.decode(name, part).packs]
+        self._part = memoryview(_LENGTH.pack(len(part)) + part)
+
+    @property
+    def end(self) -> int:
+        return (1 + len(self._packs)) * _PACK_BYTES
+
+    def view(self, at: int, nbytes: int) -> memoryview:
+        """Raises FormatError, StoreError."""
+        n, offset = divmod(at, _PACK_BYTES)
+        if n == 0:
+            return self._part[offset : offset + nbytes]
+        return memoryview(self._store.get(self._packs[n - 1], offset, nbytes) if at < self.end else b"")
+
+
+class RemoteShare:
+    """On another host. From any thread; raises as `RemoteBytes.read_at` does."""
+
+    def __init__(self, there: RemoteBytes) -> None:
+        self._there = there
+
+    def part(self) -> bytes:
+        """Raises FormatError, too, where it is too large to be one."""
+        head = bytearray(_LENGTH.size)
+        self._there.read_at(0, memoryview(head))
+        (nbytes,) = _LENGTH.unpack(head)
+        if nbytes > MAX_BYTES:
+            raise FormatError(f"rank {self._there.server} offers a part of {nbytes:,} bytes, expected {MAX_BYTES:,}")
+        part = bytearray(nbytes)
+        self._there.read_at(_LENGTH.size, memoryview(part))
+        return bytes(part)
+
+    def read_into(self, pack: int, offset: int, buffer: memoryview) -> None:
+        """`pack`: its position in the part."""
+        self._there.read_at((1 + pack) * _PACK_BYTES + offset, buffer)
