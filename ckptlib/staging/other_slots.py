@@ -204,7 +204,9 @@ def _is_gone(path: Path) -> bool:
 
 
 def _held_in(slot: Slot) -> SaveId | None:
+    """None where it is not whole: no restart can use what its trainer was killed in."""
     try:
-        return slot.read_header().save
+        header = slot.read_header()
     except (CorruptData, FormatError):
         return None
+    return header.save if header.ready else None

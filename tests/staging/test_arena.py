@@ -220,6 +220,19 @@ def test_an_older_snapshot_beside_the_one_that_is_needed_goes_where_memory_lacks
     arena.close(unlink=True)
 
 
+def test_what_a_trainer_was_killed_in_is_not_kept_with_its_snapshot(tmp_path: Path) -> None:
+    before, paths = GenerationId(6, "00000006"), list[Path]()
+    for sequence in (2, 3):
+        slot = Slot.create(tmp_path, f"ckptlib-{ROOT_ID[:16]}-{before}", SIZE)
+        slot.write_header(SlotHeader(ROOT_ID, SaveId(5, before), 0, 1, 5, sequence, 0, {}))
+        slot.close()
+        paths.append(slot.path)
+    whole, torn = paths
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert arena.others.reclaim(but=[SaveId(5, before)]) == [torn]
+    assert names(tmp_path) == {whole.name}
+
+
 def test_a_slot_that_is_too_small_gives_its_memory_to_the_next(small: Path) -> None:
     """Though another process, or a copy that was made into it, has it mapped still."""
     arena = Arena(ROOT_ID, GENERATION, small, 1)
