@@ -80,13 +80,8 @@ class Untried:
         return candidate
 
     def safer(self, candidate: Candidate) -> SaveId | None:
-        """Of those that are left, the newest in memory of which more hosts have each share than of this one, which only
-        memory has. None where there is none, or none is needed."""
-        if candidate.snapshot is None or candidate.committed:
-            return None
-        least = self._inventory.copies(candidate.snapshot)
-        left = (other.snapshot for other in self._left if other.snapshot is not None)
-        return next((snapshot.save for snapshot in left if self._inventory.copies(snapshot) > least), None)
+        """See `safer_of`."""
+        return safer_of(self._inventory, candidate, self._left)
 
     def look_again(self, on_disks: Mapping[SaveId, LocalStep]) -> None:
         """After one that could not be used. Collective. Raises CheckpointNotFound where steps go as fast as they come:
@@ -133,6 +128,20 @@ def _candidates(
             yield Candidate(save, None, stored, on_disks[save])
         if stored:
             yield Candidate(save, None, stored)
+
+
+def safer_of(inventory: Inventory, candidate: Candidate, left: Sequence[Candidate]) -> SaveId | None:
+    """Of those that are left, the newest in memory of which more hosts have each share than of this one. None where
+    there is none, and where the store has this one, or any that would be restored before the other. Pure."""
+    if candidate.snapshot is None:
+        return None
+    least = inventory.copies(candidate.snapshot)
+    for other in (candidate, *left):
+        if other.committed:
+            return None
+        if other.snapshot is not None and inventory.copies(other.snapshot) > least:
+            return other.save
+    return None
 
 
 def newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
