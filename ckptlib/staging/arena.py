@@ -6,6 +6,7 @@ A slot is overwritten only when every rank holds a newer snapshot and nobody rea
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -83,7 +84,7 @@ class Arena:
 
         def make() -> None:
             try:
-                self._slots.append(self._make(max(slot.capacity for slot in self._slots)))
+                self._slots.append(self._make(max(slot.capacity for slot in self._slots), fall_back=False))
             except NoRoom as error:
                 log.warning("%s; memory keeps fewer snapshots while one is being written to the store", error)
 
@@ -129,10 +130,11 @@ class Arena:
                     log.warning(
                         "%s was removed, or cut short, below the job; another slot is made in its place", slot.path
                     )
-                    return self._replaced(slot, max(slot.capacity, nbytes))
-                return slot if slot.capacity >= nbytes else self._replaced(slot, nbytes)
+                elif slot.capacity >= nbytes:
+                    return self._back_in_memory(slot) or slot
+                return self._replaced(slot, max(slot.capacity, nbytes))
         if len(self._slots) < self._num_slots:
-            return self._add(nbytes)
+            return self._added(self._make(nbytes))
         return None
 
     def needs_held(self, in_use: Collection[Slot]) -> int:
@@ -167,34 +169,49 @@ class Arena:
         """The slot's content is worth nothing."""
         self._steps.pop(slot, None)
 
+    def _back_in_memory(self, slot: Slot) -> Slot | None:
+        """One in the place of a file on a disk, where memory has room by now: the job before had not let go of its own,
+        or another job has ended since."""
+        if slot.path.parent == self._directory or _free_in(self._directory) < 2 * slot.capacity:
+            return None  # twice: other ranks look at the same moment
+        try:
+            found = self._make(slot.capacity, fall_back=False)
+        except NoRoom:
+            return None
+        self._remove(slot)
+        return self._added(found)
+
     def _replaced(self, slot: Slot, nbytes: int) -> Slot:
+        self._remove(slot)
+        return self._added(self._make(nbytes))
+
+    def _remove(self, slot: Slot) -> None:
         self._slots.remove(slot)
         slot.unlink()
         slot.empty()  # others have it open still, and the new one may find no room beside it
         self._drop(slot)
         self.on_gone(slot.path)
-        return self._add(nbytes)
 
-    def _add(self, nbytes: int) -> Slot:
-        slot = self._make(nbytes)
+    def _added(self, slot: Slot) -> Slot:
         self._slots.append(slot)
         slot.try_write_lock()
         return slot
 
-    def _make(self, nbytes: int) -> Slot:
+    def _make(self, nbytes: int, fall_back: bool = True) -> Slot:
+        """`fall_back`: to a file on a disk, where memory has no room."""
         with running_on(self._pinning.processors()):
-            slot = self._make_somewhere(nbytes)
+            slot = self._make_somewhere(nbytes, fall_back)
             OPEN.add(slot.path)
             weakref.finalize(slot, OPEN.discard, slot.path).atexit = False  # of a job that nobody closed
             slot.prefault()
         self._pinning.pin(slot)
         return slot
 
-    def _make_somewhere(self, nbytes: int) -> Slot:
+    def _make_somewhere(self, nbytes: int, fall_back: bool) -> Slot:
         try:
             slot = self._create(nbytes)
         except NoRoom as error:
-            if not self._fallbacks:
+            if not (self._fallbacks and fall_back):
                 raise
             (fallback,) = self._fallbacks
             log.warning("%s; using a file in %s, which is slower", error, fallback)
@@ -226,3 +243,12 @@ class Arena:
                 slot.empty()  # a forked child has it open still, and may live as long as this process does
             self._drop(slot)
         self._slots.clear()
+
+
+def _free_in(directory: Path) -> int:
+    """Bytes; 0 where that cannot be told."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize

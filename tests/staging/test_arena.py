@@ -259,6 +259,43 @@ def test_a_file_where_memory_has_no_room(
     assert not second.path.exists()
 
 
+def test_a_file_goes_back_to_memory_that_has_room_again(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the job before has let go of its slots: else each restart would leave some on a disk, for good."""
+    monkeypatch.setattr(files, "MEMORY", small)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    gone: list[Path] = []
+    before, nbytes = small / "before", 1 << 19
+    before.write_bytes(bytes(7 << 18))
+    arena = Arena(ROOT_ID, GENERATION, None, 1)
+    arena.on_gone = gone.append
+    on_disk = taken(arena, -1, [], nbytes)
+    assert on_disk.path.parent == tmp_path
+    assert taken(arena, -1, [], nbytes) is on_disk, "there is no room yet"
+    before.unlink()
+    there = taken(arena, -1, [], nbytes)
+    assert (there.path.parent, gone) == (small, [on_disk.path])
+    assert not on_disk.path.exists()
+    assert taken(arena, -1, [], nbytes) is there
+    arena.close(unlink=True)
+
+
+def test_one_slot_more_than_needed_is_no_file_on_a_disk(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each fourth snapshot would go there."""
+    monkeypatch.setattr(files, "MEMORY", small)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    arena = Arena(ROOT_ID, GENERATION, None, 1)
+    first = taken(arena, -1, [], 3 << 19)
+    arena.grow()
+    arena.await_made()
+    assert arena.slots == [first]
+    assert "memory keeps fewer snapshots" in caplog.text
+    arena.close(unlink=True)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 2 MiB."""
