@@ -228,8 +228,12 @@ class OnDisks:
         if self._exchange is None:
             assert self._over is not None, "one process sees all of its disk"
             self._exchange = Exchange(self._over, self._timeout, lru_cache(maxsize=None)(self._open))
-        self._far |= {saved: RemoteShare(there) for saved, there in self._exchange.add(lacking).items()}
-        together(self._group, "offering shares on local disks", lambda: None)  # nobody may ask for them before
+        exchange = self._exchange
+
+        def offered() -> None:
+            self._far |= {saved: RemoteShare(there) for saved, there in exchange.add(lacking).items()}
+
+        together(self._group, "offering shares on local disks", offered)  # before any rank asks, as from memory
 
     def _open(self, saved: int) -> LocalShare:
         return LocalShare(self._disk, self._step.parts[saved])

@@ -155,8 +155,13 @@ class InMemory:
         if self._exchange is None:
             assert self._over is not None, "one process shares all its memory with itself"
             self._exchange = Exchange(self._over, self._timeout, self._open_here)
-        self._slots |= {found.path: RemoteSlot(there, found) for found, there in self._exchange.add(moves).items()}
-        together(self._group, "offering snapshots", lambda: None)  # before it is offered, nobody may ask for it
+        exchange = self._exchange
+
+        def offered() -> None:
+            self._slots |= {found.path: RemoteSlot(there, found) for found, there in exchange.add(moves).items()}
+
+        # on all ranks, before any asks; and one that has no thread to serve with keeps no other waiting
+        together(self._group, "offering snapshots", offered)
 
     def _snapshot_in(self, found: Found) -> Snapshot:
         if found.path not in self._read:

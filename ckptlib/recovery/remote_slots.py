@@ -112,8 +112,8 @@ class Exchange(Generic[T]):
         self._offers.setdefault(to, []).append(what)
         for stream in () if known else range(STREAMS):
             thread = threading.Thread(target=self._serve, args=(to, stream), name=f"ckptlib-serve-{to}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _serve(self, to: int, stream: int) -> None:
         try:

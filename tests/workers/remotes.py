@@ -10,6 +10,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from typing_extensions import override
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support import ROOT_ID, layout_of, make_root, put_part, shards_of
+from workers.no_threads import NO_STACK
 from workers.rank_slots import CAPACITY, STATE, content_of, flip, seal, slot_of
 from workers.three_ranks import PATIENCE, rank, run_cases, world
 
@@ -311,6 +313,24 @@ def another_copy(directory: Path) -> None:
         source.close()
 
 
+def no_thread_to_serve_with(directory: Path) -> None:
+    """On rank 0, which has what the others lack, and serves rank 2 already: no rank goes on without it."""
+    here, group = directory / f"memory{rank()}", group_of(None, PATIENCE)
+    here.mkdir()
+    with slot_of(here, CAPACITY) as slot:
+        if rank() == 0:
+            seal(slot, 1, 0)
+        inventory = Inventory(group.gather(describe(look([slot], ROOT_ID), [memory_of(here)], boot_id(), [0])))
+        snapshot, timeout = SnapshotId(SaveId(1, GenerationId(1, "00000001")), 1, 3), timedelta(seconds=5)
+        source = InMemory(group, world(), inventory, snapshot, timeout)
+        source.bring({0} if rank() == 2 else set())
+        before = threading.stack_size(NO_STACK if rank() == 0 else 0)
+        with pytest.raises(RuntimeError if rank() == 0 else AgreementFailed, match="thread"):
+            source.bring({0} if rank() == 1 else set())
+        threading.stack_size(before)
+        source.close()
+
+
 def long_restore(directory: Path) -> None:
     """It takes longer than the time-out: rank 1 has all that it needs, and rank 2 reads on by one stream."""
     with slot_of(directory, CAPACITY) as slot:
@@ -399,6 +419,7 @@ CASES = [
     liars_who_serve,
     only_what_is_needed,
     another_copy,
+    no_thread_to_serve_with,
     long_restore,
     shares_on_disks,
     killed,
