@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptlib.policy.patterns import covers, patterns_of
+from ckptlib.policy.patterns import Patterns, patterns_of
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Only = str | Sequence[str] | None
@@ -20,7 +20,7 @@ class Selection:
 
     def __init__(self, only: Only, rename: Rename, optional: str | Sequence[str] = ()) -> None:
         self.patterns = None if only is None else patterns_of("only", only)
-        self._optional = patterns_of("optional", optional)
+        self._asked, self._optional = Patterns(self.patterns or ()), Patterns(patterns_of("optional", optional))
         self._met: set[str] = set()
         """Names of the state that were asked about, where some may be what a pattern or an entry was meant for."""
         self._rename = {} if rename is None or callable(rename) else rename
@@ -33,8 +33,8 @@ class Selection:
         if self.patterns is None:
             return True
         self._met.add(path)
-        met = [p for p in self.patterns if covers(p, path) or (whole and covers(p, f"{path}/"))]
-        self._idle_patterns.difference_update(met)
+        met = self._asked.covering(path) | (self._asked.covering(f"{path}/") if whole else set())
+        self._idle_patterns -= met
         return bool(met)
 
     def named(self, name: str) -> str:
@@ -53,7 +53,7 @@ class Selection:
 
     def idle(self) -> list[str]:
         """The entries of `only` and `map` that no name of the state has met, once all were asked about."""
-        keys = {key for key in self._idle_keys if self.patterns is None or self._any_covers(key)}
+        keys = {key for key in self._idle_keys if self.patterns is None or self._asked.covering(key)}
         return sorted(self._idle_patterns | keys)
 
     def why_idle(self, asked: str) -> str | None:
@@ -75,7 +75,7 @@ class Selection:
 
     def is_optional(self, name: str) -> bool:
         """Whether either side may lack this name, of the state or of the checkpoint."""
-        return any(covers(pattern, name) for pattern in self._optional)
+        return bool(self._optional.covering(name))
 
     def is_asked_for(self, path: str) -> bool:
         """Whether the user asked for this path of the state itself, not for all of it."""
@@ -86,10 +86,9 @@ class Selection:
 
         In a partial load, a name that the state fills from elsewhere is excused.
         """
-        return self.patterns is None or (self._any_covers(saved_name) and self.named(saved_name) == saved_name)
-
-    def _any_covers(self, path: str) -> bool:
-        return any(covers(pattern, path) for pattern in self.patterns or ())
+        return self.patterns is None or (
+            bool(self._asked.covering(saved_name)) and self.named(saved_name) == saved_name
+        )
 
 
 def check_selection(only: object, rename: object, optional: object) -> None:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 
 def covers(pattern: str, name: str) -> bool:
     """Whether `pattern` is the name, a path above it, or matches it as fnmatch does; its "*" matches "/", too."""
     return fnmatchcase(name, pattern) or name == pattern or name.startswith(f"{pattern}/")
+
+
+_SIGNS = frozenset("*?[")
+"""Without these, fnmatch takes a pattern for a name."""
+
+
+class Patterns:
+    """Several of them, of which thousands may be names: these are looked up."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        given = [*patterns]
+        self._names = {pattern for pattern in given if _SIGNS.isdisjoint(pattern)}
+        self._others = {pattern for pattern in given if pattern not in self._names}
+
+    def covering(self, name: str) -> set[str]:
+        """Those that cover a name."""
+        found = {pattern for pattern in self._others if covers(pattern, name)}
+        if self._names:
+            found.update(self._names.intersection((name, *(name[:at] for at, sign in enumerate(name) if sign == "/"))))
+        return found
 
 
 def patterns_of(option: str, given: object) -> list[str]:

@@ -11,7 +11,7 @@ from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.paths import join, key_of
 from ckptlib.format.values import Json
-from ckptlib.policy.patterns import covers, patterns_of
+from ckptlib.policy.patterns import Patterns, patterns_of
 from ckptlib.reading.opened import open
 from ckptlib.reading.rank_values import RankValues, Value
 
@@ -70,9 +70,8 @@ def read(
 
 def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, Any]:
     """As `read`, of an opened step."""
-    patterns = None if only is None else patterns_of("only", only)
     names, values = opened.keys(), opened.values
-    _check_patterns(patterns, [*names, *values, *opened.trees], opened)
+    patterns = None if only is None else _patterns(patterns_of("only", only), [*names, *values, *opened.trees], opened)
     children = _children([*names, *values, *opened.trees])
     given = {name for name in values if _wanted(patterns, name)}
     # The hyper-parameters of a group, which is in an object, may have tensors beside them. Any other value with names
@@ -90,7 +89,7 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     trees = RankValues({p: tree for p, tree in opened.trees.items() if p not in given and not _is_below(over, p)})
     held = RankValues(leaves)
     for path in trees.names:
-        whole = patterns is None or any(covers(p, path) or covers(p, f"{path}/") for p in patterns)
+        whole = _wanted(patterns, path) or _wanted(patterns, f"{path}/")
         if whole and not _is_below(done, path) and not _is_subclass(trees.values[path]):
             _put(root, path, _assembled(trees, path, held, opened.groups(path)))
             done.add(path)
@@ -101,8 +100,8 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     return cast("dict[str, Any]", _with_lists(root, children, done, ""))
 
 
-def _wanted(patterns: Sequence[str] | None, name: str) -> bool:
-    return patterns is None or any(covers(pattern, name) for pattern in patterns)
+def _wanted(patterns: Patterns | None, name: str) -> bool:
+    return patterns is None or bool(patterns.covering(name))
 
 
 def _is_below(paths: Container[str], name: str) -> bool:
@@ -113,14 +112,18 @@ def _is_below(paths: Container[str], name: str) -> bool:
     return False
 
 
-def _check_patterns(patterns: Sequence[str] | None, names: Sequence[str], opened: Step) -> None:
-    idle = [p for p in patterns or () if not any(covers(p, name) or covers(p, f"{name}/") for name in names)]
-    if idle:
+def _patterns(asked: Sequence[str], names: Sequence[str], opened: Step) -> Patterns:
+    """Raises StateMismatch where one meets nothing."""
+    patterns, met = Patterns(asked), set[str]()
+    for name in names:
+        met |= patterns.covering(name) | patterns.covering(f"{name}/")
+    if idle := [pattern for pattern in asked if pattern not in met]:
         tops = sorted({name.partition("/")[0] for name in names})
         raise StateMismatch(
             f"only={', '.join(map(repr, idle))}: step {opened.step} has nothing of that name; at its top are "
             f"{', '.join(tops[:20])}"
         )
+    return patterns
 
 
 def _is_subclass(tree: Json) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.loading.selection import Selection, check_selection
-from ckptlib.policy.patterns import covers
+from ckptlib.policy.patterns import Patterns, covers
 
 NAMES = st.lists(st.sampled_from(["a", "b", "ab", "exp_avg", "exp_avg_sq"]), min_size=1, max_size=4).map("/".join)
 PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "**", "exp_avg*", "a*", "?", "[ab]"]), min_size=1, max_size=4).map(
@@ -62,3 +62,8 @@ def test_what_is_taken() -> None:
     for only in (None, "model", ["model"], ("model",), {"model"}, {"model": 1}.keys()):
         check_selection(only, {"model": "net"}, ())
     check_selection(None, str.upper, [])
+
+
+@given(st.lists(st.text("ab/*?[]", max_size=5)), st.text("ab/", max_size=6))
+def test_several_cover_what_each_covers(patterns: list[str], name: str) -> None:
+    assert Patterns(patterns).covering(name) == {pattern for pattern in patterns if covers(pattern, name)}
