@@ -117,7 +117,7 @@ def test_reading_what_is_here_and_what_is_not(tmp_path: Path) -> None:
     alone = Disks(tmp_path / "alone", 1)
     save = alone.save(1)
     source = OnDisks(SoloGroup(), None, alone.disks[0], whole(alone.told())[save], PATIENCE)
-    assert (source.world_size, source.in_memory, source.near({0})) == (1, False, (0,))
+    assert (source.world_size, source.in_memory, source.near({0}), source.near({0, 7})) == (1, False, (0,), ())
     part = source.part(0)
     buffer = memoryview(bytearray(part.table.nbytes[0]))
     source.read_into(part.packs[0].key, part.table.offsets[0], buffer)

@@ -369,6 +369,7 @@ def shares_on_disks(directory: Path) -> None:
 
     read()
     assert np.array_equal(found.numpy(), tensors["w"])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckptlib-serve")]
     (pack,) = (directory / "disk2").glob("packs/*/*")
     for damage in (lambda: os.truncate(pack, 10_000), pack.unlink):
         dist.barrier()
