@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import make_generation, make_root, put_parts
+from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CorruptData, FormatError, NotBrought, ObjectUnreadable
 from ckptlib.format.check import check_of
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import SoloGroup
-from ckptlib.recovery.local_share import LocalShare
+from ckptlib.recovery.local_share import LocalShare, RemoteShare
 from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, moves, newest, parse_saves, saves_on, whole
+from ckptlib.recovery.remote_slots import RemoteBytes
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 
@@ -149,6 +151,20 @@ def test_a_share_is_its_part_and_its_packs(tmp_path: Path) -> None:
     for at, nbytes in ((2**44, len(packed) + 1), (2 * 2**44 - 1, 2)):
         with pytest.raises(FormatError, match="it is truncated"):
             share.view(at, nbytes)
+
+
+class Lies(RemoteBytes):
+    def __init__(self) -> None:
+        self.server = 1
+
+    @override
+    def read_at(self, at: int, buffer: memoryview) -> None:
+        buffer[:] = b"\xff" * len(buffer)
+
+
+def test_no_memory_is_taken_for_what_is_too_large_to_be_a_part() -> None:
+    with pytest.raises(FormatError, match="rank 1 offers a part of"):
+        RemoteShare(Lies()).part()
 
 
 def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None:
