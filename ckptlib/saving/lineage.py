@@ -34,6 +34,7 @@ from ckptlib.ranks.together import by_rank_0, together
 from ckptlib.slots.placement import ReplicaMap
 from ckptlib.staging.other_slots import left_generations
 from ckptlib.stores.local import LocalStore
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.client import Writer
 from ckptlib.writer.generation import GenerationRecord
 from ckptlib.writer.known_origin import KnownOrigin
@@ -154,11 +155,17 @@ class Lineage:
             return
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
-        now = self.at_once or self.placement is not None
-        document, is_new = record.encode().decode(), self._is_new and self.resumed_from is None
-        known = None if continues or self._goes_on else self._take_known()
-        again, seen = self._goes_on, self._seen
-        writer.begin(document, self.root.id, step, continues, now, again=again, is_new=is_new, known=known, seen=seen)
+        order = BeginOrder(
+            record,
+            self.root.id,
+            step,
+            continues,
+            now=self.at_once or self.placement is not None,
+            again=self._goes_on,
+            is_new=self._is_new and self.resumed_from is None,
+            seen=self._seen,
+        )
+        writer.begin(order, None if continues or self._goes_on else self._take_known())
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId, committed: bool) -> None:
@@ -181,8 +188,7 @@ class Lineage:
         together(self._group, f"going back to step {save.step}", enter)
         self.resumed_from = save
         self.began = self.recorded = True
-        document, known = record.encode().decode(), self._take_known()
-        writer.begin(document, self.root.id, save.step, continues=False, is_put=True, known=known)
+        writer.begin(BeginOrder(record, self.root.id, save.step, is_put=True), self._take_known())
 
     def _take_known(self) -> KnownOrigin | None:
         """Of the step that the job goes on from, which may be another one than it restored; once."""

@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 from ckptlib.catalog.begun import Begun
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import CkptError, describe
 from ckptlib.format.keys import SaveId
-from ckptlib.format.manifest import Generation
-from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.begin_order import BeginOrder
+from ckptlib.writer.channel import Channel
 from ckptlib.writer.generation import GenerationRecord
 from ckptlib.writer.known_origin import KnownOrigin, borrowed
 from ckptlib.writer.trainer import Trainer
@@ -41,22 +40,21 @@ class Beginning:
     def owes_record(self) -> bool:
         return self._record is not None and not self._record.is_put
 
-    def begin(self, message: Message, rank: int) -> Begun | None:
-        """The generation enters history with its first save: rank 0's writer puts its record before that.
+    def begin(self, order: BeginOrder, known: str | None, rank: int) -> Begun | None:
+        """The generation enters history with its first save: rank 0's writer puts its record before that. `known`:
+        where the trainer has lent what it knows of the step that it restored.
 
         Returns what is to be noted on a local disk; None where it was put, or another rank's writer does.
         """
-        record = Generation.decode(message["record"].encode(), "the trainer's order")
+        record, step = order.record, order.first_step
         if record.resumed_from is not None:
-            self._go_on_from(record.resumed_from, borrowed(message.get("known")))
+            self._go_on_from(record.resumed_from, borrowed(known))
         if rank != 0:
             return None
-        step, again = int(message["step"]), message.get("again", False)
-        seen = KnownGenerations.from_json(message["seen"], "the trainer's order") if message["seen"] else None
-        self._record = GenerationRecord(record, message["root"], step, message["continues"], again, seen)
-        if message["is_put"]:
+        self._record = GenerationRecord(record, order.root_id, step, order.continues, order.again, order.seen)
+        if order.is_put:
             self._record.note_put(self._catalog)
-        return None if self._record.is_put else Begun(record, step, message["continues"], seen)
+        return None if self._record.is_put else Begun(record, step, order.continues, order.seen)
 
     def put_now(self) -> None:
         """Since snapshots in memory, or on local disks, are of no use before the record is there."""

@@ -10,11 +10,11 @@ import weakref
 from collections import deque
 from pathlib import Path
 
-from ckptlib.catalog.known_generations import KnownGenerations
 from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.channel import Message
 from ckptlib.writer.child import Child
 from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
@@ -125,42 +125,14 @@ class Writer:
     def _keep(self, order: Message) -> None:
         self._child.channel.send(self._standing.keep(order))
 
-    def begin(
-        self,
-        record: str,
-        root: str,
-        step: int,
-        continues: bool,
-        now: bool = False,
-        is_put: bool = False,
-        again: bool = False,
-        is_new: bool = False,
-        known: KnownOrigin | None = None,
-        seen: KnownGenerations | None = None,
-    ) -> None:
-        """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
-
-        `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
-        put at once; rank 0's writer answers by `begun` or `not-begun`. `is_put`: it is in the store already. `again`:
-        it may be; then that counts. `is_new`: the root had no step when it was opened. `known`: of the step that the
-        job restored; not told to a writer in the place of a dead one, which looks for what that one has put.
-        `seen`: see `GenerationRecord`.
-        """
+    def begin(self, order: BeginOrder, known: KnownOrigin | None = None) -> None:
+        """The generation begins. `known`: of the step that the job restored; not told to a writer in the place of a
+        dead one, which looks for what that one has put."""
         with self._lock:
-            order = {
-                "record": record,
-                "root": root,
-                "step": step,
-                "continues": continues,
-                "is_put": is_put,
-                "again": again,
-                "is_new": is_new,
-                "seen": None if seen is None else seen.to_json(),
-            }
             told = None
             if known is not None and (lent := lend(known)) is not None:  # else it keeps what it was lent before
                 self._lent, told = lent, lent.path
-            self._child.channel.send({**self._standing.begin(order, now), "known": told})
+            self._child.channel.send({**self._standing.begin(order), "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:
         """A snapshot is being staged; the writer is told by `tell_expected`.

@@ -30,6 +30,7 @@ from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.stores import open_store
 from ckptlib.writer import late_numpy
 from ckptlib.writer.account import StartAccount
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.beginning import Beginning
 from ckptlib.writer.channel import PROTOCOL, Channel, Message
 from ckptlib.writer.commits import Commits
@@ -170,12 +171,13 @@ class WriterProcess:
             return
         late_numpy.load()  # all other orders come with the first snapshot, while that is copied
         if op == "begin":
-            begun = self._beginning.begin(message, self._rank)
+            order = BeginOrder.from_message(message)
+            begun = self._beginning.begin(order, message.get("known"), self._rank)
             if self._tier is not None:
                 self._tier.begun = begun
-            elif message.get("is_new") and not message.get("again"):
+            elif order.is_new and not order.again:
                 self._persister.begin_anew()
-            if message["now"] and self._rank == 0:
+            if order.now and self._rank == 0:
                 (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
             return
         if op == "forget":

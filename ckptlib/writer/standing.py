@@ -3,8 +3,11 @@ torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from ckptlib.format.manifest import Generation
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.channel import Message
 
 
@@ -18,7 +21,7 @@ class Standing:
         self._slots: list[Path] = []
         self._kept: dict[str, Message] = {}
         """By op."""
-        self._begun: Message | None = None
+        self._begun: BeginOrder | None = None
         self.owes_record = False
         """Whether the writer is to put the record at once, and has not said what became of that."""
 
@@ -40,16 +43,16 @@ class Standing:
         self._kept[order["op"]] = order
         return order
 
-    def begin(self, order: Message, now: bool) -> Message:
-        """`now`: rank 0's writer puts the record at once."""
-        self._begun = {"op": "begin", **order}
-        self.owes_record = now and self._rank == 0
-        return {**self._begun, "now": now}
+    def begin(self, order: BeginOrder) -> Message:
+        self._begun = order
+        self.owes_record = order.now and self._rank == 0
+        return order.to_message()
 
     def note(self, event: Message) -> None:
         """The writer's word on the record."""
         if event["event"] == "begun" and self._begun is not None:  # another need not find out what the job continues
-            self._begun |= {"record": event["record"], "continues": False}
+            record = Generation.decode(event["record"].encode(), "the writer's word")
+            self._begun = replace(self._begun, record=record, continues=False)
         if event["event"] in ("begun", "not-begun"):
             self.owes_record = False
 
@@ -57,6 +60,7 @@ class Standing:
         """For a writer in the place of a dead one, before its orders."""
         told = []
         if self._begun is not None:
-            told.append({**self._begun, "now": self.owes_record or self._has_local, "again": True})
+            now = self.owes_record or self._has_local
+            told.append(replace(self._begun, now=now, again=True).to_message())
         told += [{"op": "slot", "path": str(path)} for path in self._slots]
         return [*told, *self._kept.values()]

@@ -22,6 +22,7 @@ from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.keys import GenerationId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Part
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.known_origin import KnownOrigin, Lent, borrowed, lend
 
@@ -67,9 +68,9 @@ def test_lent_and_taken_back(known: KnownOrigin) -> None:
 def test_it_is_taken_back_where_the_record_is_ordered_again(bench: Bench, known: KnownOrigin) -> None:
     """The store did not take it at first; the second order says nothing of the step."""
     writer = bench.writer()
-    record = Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "here").encode().decode()
-    writer.begin(record, ROOT_ID, 3, continues=False, known=known)
-    writer.begin(record, ROOT_ID, 3, continues=False)
+    record = Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "here")
+    writer.begin(BeginOrder(record, ROOT_ID, 3), known)
+    writer.begin(BeginOrder(record, ROOT_ID, 3))
     fds = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
     lent = [fd for fd in fds if "memfd:ckptlib-known" in os.path.realpath(fd)]
     assert len(lent) == 1

@@ -14,6 +14,7 @@ from ckptlib.format.keys import GenerationId
 from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.testing import write_plan
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.client import Writer
 
 KEEP_SLOTS_S = 4.0
@@ -72,7 +73,7 @@ def test_a_step_of_a_generation_without_a_record_is_none(faulty: Faulty) -> None
     writer = faulty.writer()
     faulty.bench.generation = GenerationId(2, "00000002")
     record = Generation(faulty.bench.generation, 1, None, 0.0, {}, "here")
-    writer.begin(record.encode().decode(), ROOT_ID, 3, continues=False, now=True)
+    writer.begin(BeginOrder(record, ROOT_ID, 3, now=True))
     hear(writer, "not-begun")
     save, slot = faulty.bench.slot(3)
     writer.add_slot(slot.path)

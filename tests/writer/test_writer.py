@@ -34,6 +34,7 @@ from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
 from ckptlib.testing import write_plan
 from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
+from ckptlib.writer.begin_order import BeginOrder
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.persist import Persister, put_failure
@@ -511,7 +512,7 @@ def test_the_next_writer_warns_of_no_steps_of_its_own_job(bench: Bench) -> None:
     bench.generation = GenerationId(2, "00000002")
     record = Generation(bench.generation, 1, None, 0.0, {}, "here")
     writer = bench.writer()
-    writer.begin(record.encode().decode(), ROOT_ID, 3, continues=True)
+    writer.begin(BeginOrder(record, ROOT_ID, 3, continues=True))
     told, found = [], []
     for step in (3, 4):
         save, slot = bench.slot(step)
@@ -603,7 +604,7 @@ def test_a_writer_that_dies_before_it_has_put_the_record_at_once_is_started_agai
     writer = bench.writer()
     stop(writer.pid)
     record = Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "here")
-    writer.begin(record.encode().decode(), ROOT_ID, 3, continues=False, now=True)
+    writer.begin(BeginOrder(record, ROOT_ID, 3, now=True))
     os.kill(writer.pid, signal.SIGKILL)
     until(lambda: not alive(writer.pid))
     hear(writer, "begun")
