@@ -12,7 +12,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol; a trainer and a writer of other versions of ckptlib do not understand each other."""
 
 

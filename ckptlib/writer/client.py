@@ -227,9 +227,12 @@ class Writer:
 
     def _note_heard(self) -> None:
         while self._heard:  # each stays until it is noted, by whoever comes again after Ctrl-C
-            if not self._stuck:  # what it did after it gave up is done again
-                self._note(self._heard[0])
-                self._noted.append(self._heard[0])
+            event = self._heard[0]
+            if event["event"] == "persists":  # of one that hangs, too: the next one must know
+                self._open.begin(event["save"])
+            elif not self._stuck:  # what it did after it gave up is done again
+                self._note(event)
+                self._noted.append(event)
             self._heard.popleft()
 
     def _give_up(self, heard: bool) -> list[Message]:
@@ -242,6 +245,7 @@ class Writer:
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
             f"it was stopped, hangs in the kernel, or gets no core; another one takes its place. See {self.log_path}"
         )
+        self._open.begin(orders[0]["save"])  # as it may do yet, before it is killed
         return [{**self._open.failure(orders[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
@@ -272,6 +276,8 @@ class Writer:
         elif self._stuck or self._child.channel.stalled:
             log.warning("the writer process (pid %d) hangs, or was stopped; starting another one", self.pid)
             self._child.reap(kill=True)
+            self._heard += self._child.channel.receive(timeout_s=0)
+            self._note_heard()
         else:
             self._deaths += 1
             code = self._child.reap()
@@ -290,8 +296,8 @@ class Writer:
             answers, self._deaths = self._open.drop_all(error), 0
         for message in self._standing.again():
             self._child.channel.send(message)
-        for order in self._open:
-            self._child.channel.send({**order, "again": True})  # that one may have put a part of it
+        for order in self._open.again():
+            self._child.channel.send(order)
         for order in dropped:  # so that no other rank waits for the part
             self._child.channel.send({"op": "void", "save": order["save"], "error": error})
         return answers
@@ -299,10 +305,10 @@ class Writer:
     def _wait_for_another(self, error: str) -> list[Message]:
         """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
         what is not."""
-        if ended := not self._unstarted:
+        if not self._unstarted:
             log.warning("%s; tried again every %.0f s", error, RESTART_S)
         self._unstarted, self._start_at, self._deaths = True, time.monotonic() + RESTART_S, 0
-        return self._open.void_persists(error, given=ended)
+        return self._open.void_persists(error)
 
     def forget_slot(self, path: Path) -> None:
         """The slot is gone; its memory is given back when the writer has let go of it, too."""

@@ -27,7 +27,8 @@ class OpenOrders:
         """`has_local`: saves go to a local disk first, and are drained from there."""
         self._rank, self._has_local = rank, has_local
         self._done = ("drain",) if has_local else ("persist", "commit")
-        """Orders of which a writer that is gone may have done all: rank 0, or the next job, may commit the save."""
+        """Orders of which a writer that is gone may have done all, where it had begun: rank 0, or the next job, may
+        commit the save."""
         self._open: dict[_OrderKey, Message] = {}
 
     def __len__(self) -> int:
@@ -38,6 +39,17 @@ class OpenOrders:
 
     def add(self, order: Message) -> None:
         self._open[_OrderKey(order["save"], order["op"] == "await")] = order
+
+    def begin(self, save: str) -> None:
+        """A writer persists it now: another one, in its place, does it again."""
+        order = self._open.get(_OrderKey(save, elsewhere=False))
+        if order is not None and order["op"] == "persist":
+            order["again"] = True
+
+    def again(self) -> list[Message]:
+        """For a writer in the place of one that is gone, which may have done a part of each; of what it had only been
+        told to persist, nothing."""
+        return [order if order["op"] == "persist" else {**order, "again": True} for order in self]
 
     def expected(self, save: SaveId) -> Message | None:
         """The order to expect the snapshot of `save`, if nothing more is known of it yet."""
@@ -77,13 +89,13 @@ class OpenOrders:
         else:
             self._open.pop(key, None)
 
-    def void_persists(self, error: str, given: bool) -> list[Message]:
+    def void_persists(self, error: str) -> list[Message]:
         """No writer could be started: what was to be persisted is void, which the next one tells the other ranks.
-        Returns the answers. `given`: they may have been given to a writer, which is gone."""
+        Returns the answers."""
         failed = self.of("persist")
         for order in failed:
             self.add({**order, "op": "void", "error": error})
-        return [self.failure(order, error, given) for order in failed]
+        return [self.failure(order, error) for order in failed]
 
     def drop_all(self, error: str) -> list[Message]:
         """Returns the answers to orders that no writer carries out. They say nothing of a save that another rank
@@ -94,7 +106,8 @@ class OpenOrders:
         failed = [self.failure(order, error) for order in orders if order["op"] != "await"]
         return failed + [{"event": "undecided", "save": order["save"]} for order in orders if order["op"] == "await"]
 
-    def failure(self, order: Message, error: str, given: bool = True) -> Message:
-        """The answer of a writer that is gone, or does not run. `given`: it may have done all that the order says."""
+    def failure(self, order: Message, error: str) -> Message:
+        """The answer of a writer that is gone, or does not run."""
         told = {"event": "failed", "save": order["save"], "kind": "SaveFailed", "error": error}
-        return {**told, "in_doubt": True} if given and order["op"] in self._done else told
+        may_be_done = order["op"] in self._done and (order["op"] != "persist" or "again" in order)
+        return {**told, "in_doubt": True} if may_be_done else told

@@ -56,6 +56,7 @@ class OwnShares:
     def persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool) -> None:
         """From the thread that persists. `path`: of the slot. `drains`, `puts_layout`: see `Writer.persist`. `again`: a
         writer that is gone may have done it, in part or all."""
+        self._channel.send({"event": "persists", "save": str(save)})  # before anything of it can be put
         began = time.monotonic()
         deadline = began + self._trainer.deadline_s
         try:

@@ -5,8 +5,8 @@ steps, with a local tier one drains; each takes its jobs in order. No job outliv
 
     trainer -> writer    setup, begin, slot, forget, held, earlier, whole, expect, persist, drain, commit, void, await,
                          close
-    writer -> trainer    ready, begun, not-begun, released, drained, committed, swept, failed, undecided, waiting,
-                         warned
+    writer -> trainer    ready, begun, not-begun, persists, released, drained, committed, swept, failed, undecided,
+                         waiting, warned
 """
 
 from __future__ import annotations

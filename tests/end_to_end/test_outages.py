@@ -192,8 +192,8 @@ def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, w
         assert (asked := outage.asked_here()) > 0
         outage.train_until(ckpt, outage.met)
         pid, request = writer_of(ckpt).pid, f"{TOLD[op]} {key[1:].split('/')[0]}/"
-        commits = what in ("manifest", "listing-of-parts")
-        outcome = "failed and may be committed all the same: `ckptlib ls`" if commits else "will never be committed"
+        may_be = what in ("part", "manifest", "listing-of-parts")
+        outcome = "failed and may be committed all the same: `ckptlib ls`" if may_be else "will never be committed"
         failure = outcome, f"has not answered {request}"
         while outage.train_until_told(ckpt, *failure) < FREE_STEPS or not outage.told_before(failure):
             pass  # this process stood still, or the writer did: so it is with the next save

@@ -112,7 +112,7 @@ def test_where_no_writer_starts_what_is_not_persisted_fails_and_is_still_told_to
     orders = OpenOrders(0, False)
     orders.add(order("persist", slot="/slot"))
     orders.add(order("commit", OTHER))
-    answers = orders.void_persists("no process", given=False)
+    answers = orders.void_persists("no process")
     assert [(told["event"], told["save"], told["error"]) for told in answers] == [("failed", str(SAVE), "no process")]
     assert [*orders] == [order("void", slot="/slot", error="no process"), order("commit", OTHER)]
 
@@ -145,6 +145,7 @@ def test_what_a_writer_that_is_gone_may_have_done_is_in_doubt(
 ) -> None:
     orders = OpenOrders(rank, has_local)
     orders.add(order(op))
+    orders.begin(str(SAVE))
     [told] = orders.drop_all("died")
     assert ("in_doubt" in told) == in_doubt
 
@@ -157,8 +158,21 @@ def test_a_snapshot_that_is_expected_is_not_dropped() -> None:
     assert [*orders] == [order("expect", OTHER)]
 
 
-def test_what_no_writer_was_given_is_in_no_doubt() -> None:
+def test_what_no_writer_has_begun_is_in_no_doubt() -> None:
+    """However many of them were told of it."""
     orders = OpenOrders(1, False)
     orders.add(order("persist"))
     orders.add(order("persist", OTHER))
-    assert ["in_doubt" in told for told in orders.void_persists("no process", given=False)] == [False, False]
+    orders.begin(str(OTHER))
+    assert ["again" in told for told in orders.again()] == [False, True]
+    assert ["in_doubt" in told for told in orders.void_persists("no process")] == [False, True]
+
+
+def test_what_another_writer_is_told_to_do_again() -> None:
+    """All but what none has begun to persist: of the rest, one that is gone may have done a part."""
+    orders = OpenOrders(0, False)
+    for number, op in enumerate(["commit", "void", "persist", "persist"]):
+        orders.add(order(op, SaveId(number, SAVE.generation)))
+    orders.begin(str(SaveId(3, SAVE.generation)))
+    orders.begin(str(SaveId(9, SAVE.generation)))
+    assert [told.get("again", False) for told in orders.again()] == [True, True, False, True]

@@ -77,6 +77,7 @@ def test_a_writer_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytest.
     writer.persist(save, slot.path)
     failed = hear(writer, "failed")
     assert (failed["save"], failed["kind"]) == (str(save), "StoreTimeout")
+    assert failed["in_doubt"], "it may go on, and do it, before it is killed"
     assert f"(pid {stopped}) has said nothing for" in failed["error"]
     assert "was stopped" in failed["error"]
     assert writer.pid != stopped

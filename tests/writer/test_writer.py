@@ -27,6 +27,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import drop
 from ckptlib.errors import WaitTimeout
+from ckptlib.format import keys
 from ckptlib.format.check import Check
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -699,9 +700,23 @@ def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
             pids.add(writer.pid)
     assert len(pids) == MAX_DEATHS
     assert "died 3 times in a row" in events[0]["error"]
+    assert "in_doubt" not in events[0], "none has begun"
     hear(writer, "failed")  # the fourth publishes it, for the other ranks
     assert "died 3 times in a row" in failed_parts(bench.root)[0]
     assert read_root(bench.root) == []
+
+
+def test_a_writer_that_keeps_dying_has_begun_nothing_that_waits(bench: Bench) -> None:
+    """It was told in doubt as well, as if a part of it could be there."""
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": "put", "key": "-ok-", "action": "kill-before"}])
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    for step in (1, 2):
+        save, slot = bench.slot(step)
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+    told = [event for event in heard(writer, "failed") if event["event"] == "failed"]
+    assert [(keys.parse_save(event["save"]).step, "in_doubt" in event) for event in told] == [(1, True), (2, False)]
 
 
 def test_a_writer_that_keeps_dying_says_nothing_of_the_snapshot_that_is_still_taken(bench: Bench) -> None:
