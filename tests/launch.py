@@ -24,23 +24,54 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
+class Program:
+    """A process that is no rank, forked as `forked` does, in a process group of its own. For programs that do not care
+    whether they have imported torch themselves, which takes three seconds of a core. As a context it is killed at last.
+    """
+
+    def __init__(
+        self, program: Path | str, *args: object, log: Path | str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`log`: where both of its outputs go; a file, or a terminal."""
+        start_server()
+        own = {**environment(), **(variables or {})}
+        self._log = log
+        self._process = context.Process(target=be_program, args=(str(log), own, program, [*map(str, args)]))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait_for(self, line: str, timeout_s: float = 150) -> None:
+        """Returns when it has printed this line."""
+        deadline = time.monotonic() + timeout_s
+        while line not in (lines := self.printed().splitlines()):
+            assert time.monotonic() < deadline, lines
+            assert self._process.exitcode is None or line in self.printed().splitlines(), lines
+            time.sleep(0.01)
+
+    def printed(self) -> str:
+        path = Path(self._log)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit status; negative: the signal that killed it; None: it has not ended in time."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
 def fork_one(
     program: Path | str, *args: object, log: Path | str, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> int | None:
-    """The exit status of a process that is no rank, forked as `forked` does; negative: the signal that killed it. For
-    programs that do not care whether they have imported torch themselves, which takes three seconds of a core.
-
-    `log`: where both of its outputs go; a file, or a terminal. None: it had not ended in time, and was killed.
-    """
-    start_server()
-    own = {**environment(), **(variables or {})}
-    process = context.Process(target=be_rank, args=(str(log), own, program, [*map(str, args)]))
-    process.start()
-    process.join(timeout_s)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    return code
+    """The exit status of a `Program`. None: it had not ended in time, and was killed."""
+    with Program(program, *args, log=log, variables=variables) as started:
+        return started.wait(timeout_s)
 
 
 def fork_ranks(script: str, num_ranks: int, *args: object, timeout_s: float) -> str:
@@ -94,6 +125,14 @@ def forked(
             rank.kill()
             rank.join()
         return codes, log.read_text(errors="replace") if log.exists() else ""
+
+
+def be_program(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:
+    os.setpgid(0, 0)
+    try:
+        be_rank(log, variables, program, args)
+    finally:  # behind an error, too
+        atexit._run_exitfuncs()
 
 
 def be_rank(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:

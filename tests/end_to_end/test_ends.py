@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +15,8 @@ import pytest
 from helpers.inside import forget_last_save, num_failures, refuse_slots
 from helpers.moody import Moody
 from helpers.one_job import WAIT_S, Job, catalog, faulty, slots, step_once, steps, wait_settled
-from launch import environment
-from places import TESTS
+from launch import Program, fork_one
+from places import WORKERS
 
 import ckptlib
 from ckptlib.catalog.accounts import read_accounts
@@ -172,6 +170,12 @@ def test_a_save_that_was_taken_later_makes_up_for_one_that_was_not(job: Job) -> 
     assert steps(job.root) == [2, 5]
 
 
+def program_of(job: Job, text: str, *args: object) -> Program:
+    script = job.root.parent / "program.py"
+    script.write_text(text)
+    return Program(script, *args, log=script.with_suffix(".log"))
+
+
 _CTRL_C = """
 import sys, torch, ckptlib
 model = torch.nn.Linear(600, 600)
@@ -186,14 +190,12 @@ with ckptlib.Checkpointer(sys.argv[1], {"m": model}, every=100, arena=sys.argv[2
 def test_ctrl_c_as_it_waits_for_the_last_save_leaves_it_to_the_writer(job: Job) -> None:
     """It took a second one then, and that took the slot from the writer, which had to give the step up."""
     url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "hold"}])
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CTRL_C, url, str(job.root.parent)], stdout=subprocess.PIPE, env=environment()
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"closing\n"
-    time.sleep(1)  # so that it waits, as a rule; it holds wherever the signal comes
-    process.send_signal(signal.SIGINT)
-    assert process.wait(WAIT_S) == -signal.SIGINT
+    with program_of(job, _CTRL_C, url, job.root.parent) as process:
+        process.wait_for("closing")
+        time.sleep(0.3)  # so that it waits, as a rule; it holds wherever the signal comes
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(WAIT_S) == 1
+        assert process.printed().endswith("\nKeyboardInterrupt\n")
     assert steps(job.root) == []
     faulty(job, [])
     deadline = time.monotonic() + WAIT_S
@@ -217,11 +219,10 @@ ckptlib.save_async(sys.argv[1], {"w": torch.zeros(300_000)}, 3).wait_staged(60)
 def test_ctrl_c_at_the_exit_of_a_program_leaves_its_save_to_the_writer(job: Job) -> None:
     """No Checkpointer waits there, only the session. It took the slot from the writer."""
     url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "hold"}])
-    process = subprocess.Popen([sys.executable, "-c", _AT_EXIT, url], stdout=subprocess.PIPE, env=environment())
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"closing\n"
-    process.send_signal(signal.SIGINT)
-    process.wait(WAIT_S)
+    with program_of(job, _AT_EXIT, url) as process:
+        process.wait_for("closing")
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(WAIT_S) is not None
     assert steps(job.root) == []
     faulty(job, [])
     wait_until(lambda: steps(job.root) == [3])
@@ -391,27 +392,26 @@ def test_a_handler_of_the_users_own_is_left_alone(job: Job) -> None:
     assert len(seen) == 1
 
 
-def run(kind: str, url: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "workers/jobs.py", kind, url, str(tmp_path)],
-        cwd=TESTS,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(kind: str, url: str, tmp_path: Path) -> tuple[int | None, str]:
+    """The exit status of a job, and all that it printed."""
+    log = tmp_path / f"{kind}.log"
+    status = fork_one(WORKERS / "jobs.py", kind, url, tmp_path, log=log, timeout_s=120)
+    return status, log.read_text()
+
+
+def told(last: int) -> str:
+    return f"asked to stop: saving step {last}, the last one\n"
 
 
 def test_a_terminated_job_says_by_its_status_that_it_is_not_done_and_is_continued(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    done = run("terminated", str(root), tmp_path)
-    assert (done.returncode, done.stdout.split("\n")) == (75, ["start 0", "ended 9 True", ""]), done.stderr
+    assert run("terminated", str(root), tmp_path) == (75, f"start 0\n{told(9)}ended 9 True\n")
     assert steps(root) == [9]
     done = run("terminated twice", str(root), tmp_path)
-    assert (done.returncode, done.stdout.split("\n")) == (75, ["start 9", "ended 18 True", ""]), "by all who pass it on"
+    assert done == (75, f"start 9\n{told(18)}ended 18 True\n"), "by all who pass it on"
     assert steps(root) == [9, 18]
     done = run("terminated again later", str(root), tmp_path)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "start 18\n"), "the second one kills as ever"
+    assert done == (-signal.SIGTERM, "start 18\n"), "the second one kills as ever"
     assert steps(root) == [9, 18]
     wait_until(lambda: slots(tmp_path) == [])
 
@@ -420,9 +420,9 @@ def test_a_job_that_raises_does_not_wait_and_its_writer_finishes(tmp_path: Path)
     plan = tmp_path / "plan.json"
     write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     root = tmp_path / "root"
-    done = run("raises", f"fault+file://{root}?plan={quote(str(plan))}", tmp_path)
-    assert done.returncode == 1
-    assert 'KeyError: "the trainer\'s own trouble"' in done.stderr
+    status, printed = run("raises", f"fault+file://{root}?plan={quote(str(plan))}", tmp_path)
+    assert status == 1
+    assert 'KeyError: "the trainer\'s own trouble"' in printed
     assert steps(root) == [], "nobody waited for what the store holds"
     plan.unlink()
     wait_until(lambda: steps(root) == [9])

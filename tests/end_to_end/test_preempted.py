@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import pytest
 import torch
-from launch import environment
-from places import TESTS
+from launch import Program, environment
+from places import TESTS, WORKERS
 
 import ckptlib
 from ckptlib.errors import EXIT_PREEMPTED, WaitTimeout
@@ -26,6 +26,10 @@ from ckptlib.saving.session import Session
 from ckptlib.stores.testing import write_plan
 
 
+def start(kind: str, url: Path | str, directory: Path, **variables: str) -> Program:
+    return Program(WORKERS / "jobs.py", kind, url, directory, log=directory / "log", variables=variables)
+
+
 def steps(url: Path) -> list[int]:
     return [info.step for info in ckptlib.checkpoints(url)]
 
@@ -33,16 +37,13 @@ def steps(url: Path) -> list[int]:
 @pytest.mark.parametrize("kind", [pytest.param("hangs", marks=pytest.mark.slow), "told, hangs"])
 def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None:
     """A launcher that waits for it would kill it after half a minute; one rank of two, as far as it knows."""
-    root, env = tmp_path / "root", {**environment(), "WORLD_SIZE": "2"}
-    command = [sys.executable, "workers/jobs.py", kind, str(root), str(tmp_path)]
-    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "hangs\n"]
+    root = tmp_path / "root"
+    with start(kind, root, tmp_path, WORLD_SIZE="2") as job:
+        job.wait_for("hangs")
         if kind == "hangs":
-            job.send_signal(signal.SIGUSR1)
-            with pytest.raises(subprocess.TimeoutExpired):  # who warns first leaves it time
-                job.wait(2)
-            job.send_signal(signal.SIGTERM)
+            os.kill(job.pid, signal.SIGUSR1)
+            assert job.wait(2) is None, "who warns first leaves it time"
+            os.kill(job.pid, signal.SIGTERM)
         assert job.wait(150) == STATUS == 143
     assert steps(root) == [8]
 
@@ -72,14 +73,10 @@ def test_a_job_is_not_left_while_it_waits_for_a_slot(tmp_path: Path) -> None:
     root, plan = tmp_path / "root", tmp_path / "plan.json"
     write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     url = f"fault+file://{root}?plan={quote(str(plan))}"
-    command = [sys.executable, "workers/jobs.py", "saves", url, str(tmp_path)]
-    env = {**environment(), "WORLD_SIZE": "2"}
-    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "saves\n"]
-        job.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            job.wait(5)
+    with start("saves", url, tmp_path, WORLD_SIZE="2") as job:
+        job.wait_for("saves")
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(2) is None
         plan.unlink()
         assert job.wait(150) == EXIT_PREEMPTED
     assert steps(root) == [6, 7, 8, 9]
@@ -90,14 +87,10 @@ def test_a_job_is_not_left_while_its_last_step_waits_for_a_slot(tmp_path: Path) 
     root, plan = tmp_path / "root", tmp_path / "plan.json"
     write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     url = f"fault+file://{root}?plan={quote(str(plan))}"
-    command = [sys.executable, "workers/jobs.py", "ends without a slot", url, str(tmp_path)]
-    env = {**environment(), "WORLD_SIZE": "2"}
-    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "last\n"]
-        job.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            job.wait(5)
+    with start("ends without a slot", url, tmp_path, WORLD_SIZE="2") as job:
+        job.wait_for("last")
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(2) is None
         plan.unlink()
         assert job.wait(150) == 0
     assert steps(root) == [18, 19, 20]
@@ -140,13 +133,10 @@ def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_pat
     root, plan = tmp_path / "root", tmp_path / "plan.json"
     write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     url = f"fault+file://{root}?plan={quote(str(plan))}"
-    command = [sys.executable, "workers/jobs.py", "ends", url, str(tmp_path)]
-    with subprocess.Popen(command, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "ended 20 False\n"]
-        job.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            job.wait(2)
+    with start("ends", url, tmp_path) as job:
+        job.wait_for("ended 20 False")
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(2) is None
         plan.unlink()
         assert job.wait(150) == 0
     assert steps(root) == [20]

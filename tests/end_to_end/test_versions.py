@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import fork_one
 from support import of_version
 
 import ckptlib
@@ -76,7 +77,7 @@ def test_where_every_manifest_is_newer_nothing_is_restored(root: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["ckptlib.json", pytest.param("generations/*", marks=pytest.mark.slow)])
-def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> None:
+def test_a_newer_root_or_generation_refuses_the_root(tmp_path: Path, root: Path, what: str) -> None:
     """An older step may be of a past that the newer job has left, and what looks abandoned may be needed."""
     rewrite(root, what, newer)
     files = sorted(path for path in root.rglob("*") if path.is_file())
@@ -91,10 +92,10 @@ def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> N
     for attempt in attempts:
         with pytest.raises(NewerFormat, match=r"version 3; .*update ckptlib"):
             attempt()
-    save = f"import ckptlib, torch; ckptlib.save({str(root)!r}, {{'w': torch.zeros(100)}}, step=3)"
-    done = subprocess.run([sys.executable, "-c", save], capture_output=True, text=True, timeout=150)  # a new session
-    assert done.returncode == 1
-    assert "NewerFormat" in done.stderr.splitlines()[-1]
+    script, log = tmp_path / "save.py", tmp_path / "log"
+    script.write_text(f"import ckptlib, torch; ckptlib.save({str(root)!r}, {{'w': torch.zeros(100)}}, step=3)")
+    assert fork_one(script, log=log, timeout_s=150) == 1  # a new session
+    assert "NewerFormat" in log.read_text().splitlines()[-1]
     code, _, err = run("gc", root, "--keep-last", 1, "--yes")
     assert (code, "update ckptlib" in err) == (1, True)
     assert files == sorted(path for path in root.rglob("*") if path.is_file())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -15,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.one_job import Job, steps
+from launch import Program
 from onerank import bits
-from places import ROOT, WORKERS
+from places import WORKERS
 from safetensors.torch import load_file
 from workers.held_exports import hold_first
 
@@ -136,7 +135,7 @@ def test_what_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def large(root: Path) -> dict[str, torch.Tensor]:
-    return {"large": torch.arange(16 << 20, dtype=torch.float32)}  # 64 MiB
+    return {"large": torch.arange(1 << 20, dtype=torch.float32)}  # 4 MiB
 
 
 def held_export(pid: int) -> int:
@@ -176,14 +175,13 @@ def test_an_export_that_is_killed_is_told_and_leaves_no_name(tmp_path: Path) -> 
 TRAINER = """
 import sys, torch, ckptlib
 root, out = sys.argv[1:]
-state = {"large": torch.arange(16 << 20, dtype=torch.float32)}
+state = {"large": torch.arange(1 << 20, dtype=torch.float32)}
 with ckptlib.Checkpointer(root, state, every=1, export=ckptlib.Export(out + "/{step}", steps=1)) as ckpt:
     ckpt.restore()
     ckpt.after_step(1)
     ckpt.pending.wait_committed()
     ckpt.after_step(2)
     print("begun", flush=True)
-    sys.stdin.read()
 """
 
 
@@ -195,19 +193,17 @@ held_exports.hold_first()
 """
 
 
+def trainer(directory: Path, text: str) -> Program:
+    script = directory / "trainer.py"
+    script.write_text(text)
+    return Program(script, directory / "root", directory / "out", log=directory / "log")
+
+
 def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", HELD + TRAINER, str(tmp_path / "root"), str(out)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline() == b"begun\n"
-    child = held_export(trainer.pid)
-    trainer.kill()
-    trainer.wait()
+    with trainer(tmp_path, f"{HELD}{TRAINER}    __import__('time').sleep(600)\n") as killed:
+        killed.wait_for("begun")
+        child = held_export(killed.pid)
     os.kill(child, signal.SIGCONT)
     deadline = time.monotonic() + 150
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
@@ -221,8 +217,8 @@ def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
 def test_a_restart_exports_the_step_that_was_due(tmp_path: Path, total: int) -> None:
     """The job was killed after the save, and before its export was begun: it was lost without a word."""
     killed = TRAINER.replace("    ckpt.after_step(2)", "    __import__('os').kill(__import__('os').getpid(), 9)")
-    command = [sys.executable, "-c", killed, str(tmp_path / "root"), str(tmp_path / "out")]
-    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == -signal.SIGKILL
+    with trainer(tmp_path, killed) as process:
+        assert process.wait(120) == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     export, told = ckptlib.Export(tmp_path / "out" / "{step}", steps=lambda step: step in (1, 2)), list[events.Event]()
     for _ in range(2):  # the second one has nothing to do
@@ -242,8 +238,8 @@ def test_a_restart_exports_a_step_that_a_local_disk_alone_has(tmp_path: Path) ->
     killed = TRAINER.replace('export=ckptlib.Export(out + "/{step}", steps=1)', options)
     killed = killed.replace("wait_committed()", "wait_local()")
     killed = killed.replace("    ckpt.after_step(2)", "    __import__('os').kill(__import__('os').getpid(), 9)")
-    command = [sys.executable, "-c", killed, str(tmp_path / "root"), str(tmp_path / "out")]
-    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == -signal.SIGKILL
+    with trainer(tmp_path, killed) as process:
+        assert process.wait(120) == -signal.SIGKILL
     assert steps(tmp_path / "root") == []
     export, told = ckptlib.Export(tmp_path / "out" / "{step}", steps=lambda step: step == 1), list[events.Event]()
     tier = {"local": tmp_path / "disk", "drain": ckptlib.Steps(100)}
@@ -257,22 +253,16 @@ def test_a_restart_exports_a_step_that_a_local_disk_alone_has(tmp_path: Path) ->
 
 
 def test_a_full_disk_fails_the_export_alone(tmp_path: Path) -> None:
-    """By a limit on the size of files, which only the export meets: the tensor is cut into many packs of the run."""
+    """By a limit on the size of files that the export alone has."""
     code = TRAINER.replace("import sys", "import resource, sys").replace(
         "    ckpt.restore()",
         "    ckpt.restore()\n    real = __import__('subprocess').Popen\n"
         "    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "    __import__('subprocess').Popen = lambda *a, **k: real(*a, preexec_fn=limit, **k)",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")],
-        input=b"",
-        capture_output=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert b"File too large" in done.stderr
+    with trainer(tmp_path, code) as process:
+        assert process.wait(120) == 0, process.printed()
+        assert "File too large" in process.printed()
     assert [*(tmp_path / "out").iterdir()] == []
     assert steps(tmp_path / "root") == [1, 2]
 

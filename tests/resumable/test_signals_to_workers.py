@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import Program, environment
 from places import WORKERS
 
 import ckptlib
@@ -24,6 +24,11 @@ from ckptlib.policy.stop_signal import TOLD_BY
 pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
 
 
+def fork(directory: Path, kind: str) -> Program:
+    """A trainer whose workers are forked, too."""
+    return Program(WORKERS / "signalled_workers.py", directory / "root", kind, "fork", log=directory / "log")
+
+
 def start(root: Path, kind: str, context: str) -> subprocess.Popen[str]:
     """In a process group of its own, with its workers; the writer has another one."""
     command = [sys.executable, str(WORKERS / "signalled_workers.py"), str(root), kind, context]
@@ -32,17 +37,24 @@ def start(root: Path, kind: str, context: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "context", "number"),
+    ("kind", "number"),
     [
-        ("ours", "fork", signal.SIGTERM),
-        ("stateful", "fork", signal.SIGUSR1),
-        ("ours", "spawn", signal.SIGTERM),
-        pytest.param("ours", "spawn", signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param("stateful", "fork", signal.SIGTERM, marks=pytest.mark.slow),
+        ("ours", signal.SIGTERM),
+        ("stateful", signal.SIGUSR1),
+        pytest.param("stateful", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_the_trainer_saves(tmp_path: Path, kind: str, context: str, number: int) -> None:
-    job = start(tmp_path / "root", kind, context)
+def test_the_trainer_saves(tmp_path: Path, kind: str, number: int) -> None:
+    with fork(tmp_path, kind) as job:
+        job.wait_for("training")
+        os.killpg(job.pid, number)
+        assert job.wait(120) == EXIT_PREEMPTED, job.printed()
+    assert_saved(tmp_path / "root")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_the_trainer_of_spawned_workers_saves(tmp_path: Path, number: int) -> None:
+    job = start(tmp_path / "root", "ours", "spawn")
     try:
         assert job.stdout is not None
         assert job.stdout.readline() == "training\n"
@@ -51,16 +63,18 @@ def test_the_trainer_saves(tmp_path: Path, kind: str, context: str, number: int)
     finally:
         job.kill()
     assert job.returncode == EXIT_PREEMPTED, said
-    (step,) = (info.step for info in ckptlib.checkpoints(tmp_path / "root"))
+    assert_saved(tmp_path / "root")
+
+
+def assert_saved(root: Path) -> None:
+    (step,) = (info.step for info in ckptlib.checkpoints(root))
     assert step > 10
 
 
 def test_a_launcher_passes_the_signal_on(tmp_path: Path) -> None:
     """As torchrun does, to the process groups of its ranks, where a scheduler has told all processes already."""
-    job = start(tmp_path / "root", "ours", "fork")
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "training\n"
+    with fork(tmp_path, "ours") as job:
+        job.wait_for("training")
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         workers = [int(pid) for pid in children if os.getpgid(int(pid)) == job.pid]
         assert len(workers) == 2
@@ -68,11 +82,8 @@ def test_a_launcher_passes_the_signal_on(tmp_path: Path) -> None:
             for worker in workers:
                 os.kill(worker, signal.SIGTERM)
             time.sleep(0.2)  # else the kernel may make one of both
-        job.terminate()
-        _, said = job.communicate(timeout=120)
-    finally:
-        job.kill()
-    assert job.returncode == EXIT_PREEMPTED, said
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(120) == EXIT_PREEMPTED, job.printed()
 
 
 @pytest.mark.parametrize(

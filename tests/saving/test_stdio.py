@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import fork_one
 
 import ckptlib
 
@@ -27,6 +26,7 @@ TRAIN = """if True:
 @pytest.mark.parametrize("closed", ["0 1 2", "1"])
 def test_without_standard_streams(tmp_path: Path, closed: str) -> None:
     root = tmp_path / "root"
-    ended = subprocess.run([sys.executable, "-c", TRAIN, str(root), closed], timeout=120, check=False)
-    assert ended.returncode == 0
+    script, log = tmp_path / "train.py", tmp_path / "log"
+    script.write_text(TRAIN)
+    assert fork_one(script, root, closed, log=log, timeout_s=120) == 0, log.read_text()
     assert ckptlib.read(root)["weights"].tolist() == [2, 2, 2]
