@@ -82,7 +82,7 @@ def test_nothing_is_earned_by_another_one_at_the_same_address() -> None:
         fence.install([gone])
         step_with_gradients(gone)
         del gone
-        gc.collect()
+        gc.collect(1)
         new = make_optimizer()
         assert not fence.fired(new)
         step_with_gradients(new)

@@ -19,7 +19,7 @@ from ckptlib.ranks.board import ROOM, Board
 from ckptlib.ranks.group import TorchGroup
 from ckptlib.ranks.meeting import group_of
 
-NUMBERS = 5000
+NUMBERS = 2000
 
 
 def value(number: int, rank: int, at: int) -> int:

@@ -137,10 +137,10 @@ def apart() -> None:
 def at_length() -> None:
     """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
     dist.barrier()
-    group = group_of(None, timedelta(seconds=5))  # of each collective; a busy machine needs some of it
+    group = group_of(None, timedelta(seconds=3))  # of each collective; a busy machine needs some of it
 
     def work() -> int:
-        time.sleep(6.0 if group.rank == 1 else 0.0)
+        time.sleep(3.5 if group.rank == 1 else 0.0)
         return group.rank
 
     def fail() -> None:
