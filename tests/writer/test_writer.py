@@ -834,13 +834,16 @@ def test_what_a_writer_had_given_up_as_it_died_is_not_put_by_the_next_one(bench:
     assert not [*bench.root.glob("parts/*/*-ok-*")]
 
 
-def test_a_rank_that_asks_late_is_told_of_a_step_that_was_dropped_since(bench: Bench) -> None:
-    """It waited until its time was over."""
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_rank_that_asks_late_is_told_of_a_step_that_was_dropped_since(bench: Bench, given_up: bool) -> None:
+    """It waited until its time was over; or was told that the step had failed, where rank 0 had given it up in doubt."""
     writer = bench.writer()
     save, slot = bench.slot(1)
     writer.add_slot(slot.path)
     writer.persist(save, slot.path)
     hear(writer, "committed")
+    if given_up:
+        put_failure(open_store(str(bench.root)), save, 0, "its manifest was not answered")
     drop(Catalog(open_store(str(bench.root))), save)
     other, told = bench.writer(rank=1, world_size=1), list[Message]()
     other.watch(save, 0.0)
