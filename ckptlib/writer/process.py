@@ -285,8 +285,8 @@ class WriterProcess:
         log.error("%s", error, extra=ALREADY_TOLD)
         if self._is_left:
             self._slots.await_successor(None)
-        elif work.what == "drain":
-            pass  # it is on the local disk, and the next writer tries again
+        elif work.what == "drain":  # it is on the local disk, and the next writer tries again, however often
+            self._channel.send({"event": "waiting", "save": None, "request": None, "since": None, "replace": True})
         elif work.what == "await":
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:

@@ -32,7 +32,7 @@ from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
-from ckptlib.writer.client import Writer
+from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.drain import Drain, Pace, missing
 from ckptlib.writer.persist import Persister, put_failure
 
@@ -288,8 +288,10 @@ def test_a_full_store_is_given_room_and_the_next_save_is_drained(
 
 
 def test_a_drain_that_hangs_costs_a_writer_and_is_made_by_the_next_one(tier: TierBench) -> None:
-    tier.fault({"op": "commit", "key": "^packs", "action": "stall", "seconds": 600, "once": True})
-    writer = tier.tiered(deadline_s=6.0)
+    """As often as it hangs. It was given up behind the third one, while an outage with errors may last for hours."""
+    hang = {"op": "commit", "key": "^packs", "action": "stall", "once": True}
+    tier.fault(*({**hang, "seconds": 600 + nth} for nth in range(MAX_DEATHS)))
+    writer = tier.tiered(deadline_s=2.5)
     hear(writer, "ready")
     first = writer.pid
     tier.order(writer, 1)
