@@ -128,9 +128,11 @@ class Committer:
     def _look(self, put: _Put, is_own: bool) -> Manifest:
         """Behind the manifest, which is there. Raises SaveFailed as `late_commit` does."""
         stay_or_take_back(self.catalog, put.manifest, put.elapsed.at_most(), put.live, put.orphaned, is_own)
-        return self._stays(put.manifest)
+        return self._stays(put.manifest, is_own)
 
-    def _stays(self, manifest: Manifest) -> Manifest:
+    def _stays(self, manifest: Manifest, is_own: bool) -> Manifest:
+        if not is_own:  # who has put it may have died before its name was durable
+            self.catalog.store.flush(keys.STEPS)
         self.catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named before
         self._doubted = None
         return manifest
@@ -240,7 +242,7 @@ class Committer:
         except CheckpointNotFound as error:
             raise SaveFailed(f"step {save.step}: whoever has committed it has taken it back") from error
         check_found(self.catalog, manifest)
-        return self._stays(manifest)
+        return self._stays(manifest, is_own=False)
 
     def look_again(self, save: SaveId) -> None:
         """Of a step that is committed. Raises SaveFailed where this one, or one before it that is gone, may have put

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,33 @@ def test_the_names_of_parts_are_durable_before_the_manifest_has_one(
     monkeypatch.setattr(os, "link", noted_link)
     Committer(catalog).commit(save, names)
     assert f"flushed {tmp_path}/parts/{save}" in calls[: calls.index(f"linked {save}.json")]
+
+
+def commit_once_more(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:
+    Committer(catalog).commit(save, names)
+
+
+def find_it(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:
+    Committer(catalog).commit_when_whole(save, len(names), seconds(60))
+
+
+@pytest.mark.parametrize("how", [commit_once_more, find_it])
+def test_a_manifest_that_another_one_has_put_is_durable_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Catalog, SaveId, Sequence[PartName]], None]
+) -> None:
+    """That one may have died as soon as the name was there."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    Committer(catalog).commit(save, names)
+    flushed, fsync = set[str](), os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        flushed.add(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    how(Catalog(catalog.store), save, names)
+    assert f"{tmp_path}/steps" in flushed
 
 
 def test_whoever_commits_puts_the_same(store: Store, catalog: Catalog) -> None:

@@ -836,7 +836,7 @@ def test_what_a_writer_had_given_up_as_it_died_is_not_put_by_the_next_one(bench:
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_rank_that_asks_late_is_told_of_a_step_that_was_dropped_since(bench: Bench, given_up: bool) -> None:
-    """It waited until its time was over; or was told that the step had failed, where rank 0 had given it up in doubt."""
+    """It waited until its time was over; or was told of a failure, where rank 0 had given the step up in doubt."""
     writer = bench.writer()
     save, slot = bench.slot(1)
     writer.add_slot(slot.path)
