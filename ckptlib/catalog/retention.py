@@ -30,7 +30,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,6 +45,7 @@ from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
+from ckptlib.catalog.unnamed_layouts import unnamed_layouts
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.catalog.unwanted import crashed, deletable, due_trash, idle_pins, is_refresh_done, unwanted_steps
 from ckptlib.catalog.uses import Needed, needed_by, record_of, remedy
@@ -140,7 +141,7 @@ def sweep(
     gone, stages = deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     # Of what is due no part is left, whatever its packs are needed for.
-    layouts = _unnamed_layouts(catalog, stock, {*waiting} - {*due} - stock.committed, oldest)
+    layouts = unnamed_layouts(catalog, stock, {*waiting} - {*due} - stock.committed, oldest)
     probes = probe.left(catalog.store, oldest) if generation is None else []  # a listing that no job has to wait for
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
@@ -232,30 +233,6 @@ def _stands(catalog: Catalog, committed: Collection[SaveId]) -> tuple[dict[SaveI
         except UNREADABLE:
             continue
     return known, unknown
-
-
-def _unnamed_layouts(catalog: Catalog, stock: Stock, waiting: Set[SaveId], oldest: float) -> list[Entry]:
-    """The old layouts, and their copies, that neither a committed step names nor one of those `waiting`, which may
-    still be read; none where one of these may name any, as one that is in flight may."""
-    old = [entry for entry in stock.layouts if entry.modified < oldest]
-    if not old or not waiting <= stock.records.keys():
-        return []
-    try:
-        catalog.warm_stands(stock.committed)
-        of_steps = [catalog.stand(save).layouts for save in stock.committed]
-        of_trash = [catalog.trash_record(save).layouts for save in waiting]
-    except UNREADABLE as error:
-        log.warning("layouts are left alone, since a document that may name some cannot be read: %s", error)
-        return []
-    if None in of_trash:
-        return []
-    named = {keys.layout_key(digest) for some in (*of_steps, *of_trash) for digest in some or ()}
-    unnamed = [entry for entry in old if entry.key not in named]
-    if not unnamed:
-        return []
-    copies = [entry for entry in catalog.store.scan(keys.copy_key(keys.LAYOUTS)) if keys.is_layout_key(entry.key)]
-    named = {*map(keys.copy_key, named)}
-    return unnamed + [entry for entry in copies if entry.modified < oldest and entry.key not in named]
 
 
 def _delete_layouts(
