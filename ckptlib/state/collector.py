@@ -36,7 +36,7 @@ from ckptlib.state.leaf import (
 from ckptlib.state.memo import KnownLeaf, Memo
 from ckptlib.state.places import place, place_of_plain
 from ckptlib.state.subclasses import apart, is_subclass, place_name
-from ckptlib.state.visitor import SCALARS, check_depth, too_deep
+from ckptlib.state.visitor import SCALARS, check_depth, checked_key, too_deep
 
 
 @dataclass
@@ -237,7 +237,10 @@ class Collector:
         if isinstance(node, Mapping):
             values.require_spread(node, path)
             pairs: list[Json] = [
-                [values.encode(k, path, depth + 1), self._tree(v, join(path, k), per_rank, depth + 1)]
+                [
+                    values.encode(k, path, depth + 1),
+                    self._tree(v, join(path, checked_key(k, path)), per_rank, depth + 1),
+                ]
                 for k, v in node.items()
             ]
             return {kind: pairs}

@@ -66,7 +66,7 @@ class Visitor(ABC, Generic[Given]):
                 return
             entry = self.below(node, given)
             for key, value in node.items():
-                self._collect(value, join(path, _checked_key(key, path)), entry(key))
+                self._collect(value, join(path, checked_key(key, path)), entry(key))
         elif type(node) in (list, tuple):
             if path and self.add_nest(node, path, given):
                 return
@@ -130,17 +130,24 @@ class Visitor(ABC, Generic[Given]):
         """Whatever is none of these: a value, or nothing that can be saved."""
 
 
-def _checked_key(key: object, path: str) -> object:
+def checked_key(key: object, path: str) -> object:
     """Raises UnsupportedState for a key whose text another process would not give: no load would find that name."""
     if type(key) is str:  # nearly all
         return key
-    if isinstance(key, (torch.Tensor, nn.Module)) or f"0x{id(key):x}" in str(key):
+    if isinstance(key, (torch.Tensor, nn.Module)) or f"0x{id(key):x}" in str(key) or _is_in_any_order(key):
         raise UnsupportedState(
             f"{path}: a dict has a {type(key).__module__}.{type(key).__qualname__} as a key, by which a restarted job "
             "would not find its entry; use names as keys, such as, where each parameter has its own optimizer, "
             "{name: optimizers[p] for name, p in model.named_parameters()}"
         )
     return key
+
+
+def _is_in_any_order(key: object) -> bool:
+    """Whether a key has a set in it whose text is another one in each process, as that of a set of texts is."""
+    if isinstance(key, tuple):
+        return any(map(_is_in_any_order, key))
+    return isinstance(key, frozenset) and len(key) > 1 and not all(isinstance(item, int) for item in key)
 
 
 SCALARS = frozenset([int, float, str, bool, type(None)])

@@ -416,6 +416,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "parameters as keys": (lambda: {nn.Parameter(torch.ones(1)): torch.ones(1)}, "x: a dict has .*Parameter as a key"),
     "modules as keys": (lambda: {nn.ReLU(): torch.ones(1)}, "x: a dict has .*ReLU as a key.*named_parameters"),
     "objects as keys": (lambda: {object(): torch.ones(1)}, "x: a dict has a builtins.object as a key"),
+    "sets as keys": (lambda: {frozenset("ab"): torch.ones(1)}, "x: a dict has a builtins.frozenset as a key"),
+    "sets as keys in an object": (
+        lambda: Holder({(1, frozenset("ab")): torch.ones(1)}),
+        "x: a dict has a builtins.tuple as a key, by which a restarted job would not find",
+    ),
     "optimizer key": (lambda: optimizer_with(0), "x/@0.0: optimizer state has the key 0"),
     "optimizer state that was left": (
         optimizer_without_its_group,
@@ -430,6 +435,11 @@ def test_what_cannot_be_saved_is_named_with_a_remedy(kind: str) -> None:
     make, message = REFUSED[kind]
     with pytest.raises(UnsupportedState, match=message):
         flatten({"x": make()})
+
+
+def test_sets_whose_text_is_the_same_in_each_process_may_be_keys() -> None:
+    edges = {frozenset({1, 2}): torch.ones(1), frozenset("a"): torch.ones(1)}
+    assert len(flatten({"x": edges, "y": Holder(edges)}).leaves) == 4
 
 
 FOREIGN = {
