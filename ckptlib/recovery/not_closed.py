@@ -49,7 +49,7 @@ def _await(other: Session) -> None:
         other.outcomes.poll(0.05)
         if time.monotonic() > deadline:
             raise WaitTimeout(
-                f"{what}, which has not ended within {timeout_s:.0f} s: {other.outcomes.waits_for()}. Nothing was "
+                f"{what}, which has not ended within {timeout_s:.0f} s: {other.store_state.waits_for()}. Nothing was "
                 "restored. Close that Checkpointer and make this one again, or start the program again"
             )
 

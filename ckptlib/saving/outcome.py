@@ -18,12 +18,12 @@ from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.saving.failures import FailureRun
 from ckptlib.saving.forks import Owner
-from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.listener import Listener
 from ckptlib.saving.looks import Looks
 from ckptlib.saving.news import News
 from ckptlib.saving.planner import Planner
 from ckptlib.saving.snapshots import Snapshots
+from ckptlib.saving.store_state import TELL_OF_IT, StoreState
 from ckptlib.saving.terminal import show
 from ckptlib.saving.tier import TierState
 from ckptlib.staging.stager import Staging
@@ -70,7 +70,7 @@ class Outcomes:
         writer: Writer,
         snapshots: Snapshots,
         planner: Planner,
-        lineage: Lineage,
+        store: StoreState,
         owner: Owner,
         news: News,
         max_outage_s: float,
@@ -85,7 +85,7 @@ class Outcomes:
         self._writer = writer
         self._snapshots = snapshots
         self._planner = planner
-        self._lineage = lineage
+        self._store = store
         self._owner = owner
         self.tier = tier
         self.listener = listener
@@ -100,10 +100,6 @@ class Outcomes:
         """Those that somebody may ask for."""
         self.run = FailureRun(max_outage_s)
         """Saves that failed in a row, as far as this rank knows."""
-        self._told_waiting: str | None = None
-        """The save whose wait was logged."""
-        self._told_unrecorded = False
-        self.superseded: Superseded | None = None
 
     def expect(self, outcome: Outcome) -> None:
         """From now on the writer may tell of it."""
@@ -155,8 +151,8 @@ class Outcomes:
         """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's, nor
         whether this rank's share will be on its disk."""
         kind = event["event"]
-        if kind in ("ready", "waiting", "begun", "not-begun", "swept", "warned"):
-            self._note_store(event)
+        if kind in TELL_OF_IT:
+            self._store.note(event)
             return
         key = str(event["save"])
         outcome = self._open.get(key)
@@ -209,41 +205,6 @@ class Outcomes:
         show(log, "step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", seconds)
         self.listener.tell(Committed(step, nbytes, float(seconds)))
 
-    def _note_store(self, event: Mapping[str, object]) -> None:
-        """An event of the store that ends no save."""
-        kind, lineage = event["event"], self._lineage
-        if kind == "begun":
-            lineage.note_recorded()
-            self._told_unrecorded = False
-            if event["warning"] is not None:
-                log.warning("%s", event["warning"])
-        elif kind == "not-begun":
-            lineage.note_not_recorded()
-            if event.get("kind") == Superseded.__name__:
-                self.superseded = Superseded(str(event["error"]))
-            elif not self._told_unrecorded:
-                self._told_unrecorded = True
-                log.error(
-                    "the record of generation %s is not in the store; before it is, no snapshot in memory counts as "
-                    "held; said once, until it is: %s",
-                    lineage.generation,
-                    event["error"],
-                )
-        elif kind == "waiting" and event["request"] is not None and event["save"] != self._told_waiting:
-            self._told_waiting = None if event["save"] is None else str(event["save"])
-            log.warning("%s; training goes on", self.waits_for())
-
-    def waits_for(self) -> str:
-        """The reason that this rank's slots are busy, for messages."""
-        waiting, steps = self._writer.waiting, [keys.parse_save(save).step for save in self._snapshots.persisting_saves]
-        at = "nothing of this rank is being written, so it waits for other ranks"
-        if steps:
-            at = f"step {', then '.join(map(str, steps))} is being written"
-        if waiting is None:
-            return at
-        seconds = time.monotonic() - waiting["since"]
-        return f"{at}; the store has not answered {waiting['request']} for {seconds:.0f} s"
-
     def _failed(self, outcome: Outcome, kind: str, text: str, key: str, in_doubt: bool) -> None:
         """`in_doubt`: the step may be there, or come to be there, all the same."""
         error: SaveFailed
@@ -255,7 +216,7 @@ class Outcomes:
             self._call_back(outcome)
             return
         if kind == "Superseded":
-            error = self.superseded = Superseded(text)
+            error = self._store.superseded = Superseded(text)
         else:
             what = "and will never be committed"
             if in_doubt:
@@ -361,9 +322,8 @@ class Outcomes:
             if outcome.error is not None:
                 raise outcome.error
             if time.monotonic() > deadline:
-                raise WaitTimeout(
-                    f"step {step} was not committed within {timeout_s:.0f} s; it may still be: {self.waits_for()}"
-                )
+                why = self._store.waits_for()
+                raise WaitTimeout(f"step {step} was not committed within {timeout_s:.0f} s; it may still be: {why}")
             if self._rank != 0:
                 self._ask(outcome, looks)
             if not outcome.decided:

@@ -39,6 +39,7 @@ from ckptlib.saving.settings import Settings
 from ckptlib.saving.stdio import fill_stdio
 from ckptlib.saving.step_metrics import encode_metrics
 from ckptlib.saving.stopwatch import Stopwatch
+from ckptlib.saving.store_state import StoreState
 from ckptlib.saving.tier import TierState
 from ckptlib.saving.verdicts import Verdicts
 from ckptlib.saving.whole_state import whole_state
@@ -174,12 +175,13 @@ class Session:
         notices = notices_over(self.over, f"{self.root.id}/{self.generation}", settings.timeout)
         self.news = News(notices, self.group.rank, self.group.size, self.store.is_local)
         self.tier = TierState(local, self.generation, self.group.rank, self.writer)
+        self.store_state = StoreState(self.writer, self.snapshots, self.lineage)
         self.outcomes = Outcomes(
             self.group.rank,
             self.writer,
             self.snapshots,
             self.planner,
-            self.lineage,
+            self.store_state,
             self.owner,
             self.news,
             settings.max_outage.total_seconds(),
@@ -240,8 +242,8 @@ class Session:
         `generators`: what was put back, which is saved instead of what a `state_dict()` has drawn since.
         A flat state is saved as it is: an importer made it, and the generators of this process have no part in it.
         """
-        if self.outcomes.superseded is not None:
-            raise self.outcomes.superseded
+        if self.store_state.superseded is not None:
+            raise self.store_state.superseded
         encoded = encode_metrics(metrics or {})
         if isinstance(state, Flat):
             return state, encoded

@@ -22,7 +22,7 @@ def say(session: Session, word: Word) -> tuple[Word, Poll]:
         behind=int(snapshots.behind),
         failures=max(outcomes.run.count, word.failures),
         failed=max(int(outcomes.run.too_long), word.failed),
-        superseded=int(outcomes.superseded is not None),
+        superseded=int(session.store_state.superseded is not None),
         link_failed=int(session.link.failed),
         calm=int(session.link.calm),
         oldest_held=_newest_held(session),
@@ -106,7 +106,7 @@ def _lacks_room(session: Session, deadline: float, timeout_s: float) -> bool:
     while snapshots.settling or snapshots.needs_held() > snapshots.own.newest:
         now = time.monotonic()
         if now > deadline:
-            raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: {outcomes.waits_for()}")
+            raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: {session.store_state.waits_for()}")
         if now > patience:
             return True
         outcomes.poll(0.02)

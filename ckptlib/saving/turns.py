@@ -105,7 +105,7 @@ class Turns:
         if word.stop:
             self.stop.heed()
         if word.superseded:
-            raise self._session.outcomes.superseded or Superseded(
+            raise self._session.store_state.superseded or Superseded(
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
             )
         if word.failed:
@@ -121,7 +121,7 @@ class Turns:
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
             log.warning(
                 "no save for two intervals, and one is due: %s; training goes on%s",
-                session.outcomes.waits_for(),
+                session.store_state.waits_for(),
                 "" if (times := self.due.num_late) == 1 else f" ({times} times so far, told again after as many)",
             )
 
