@@ -5,8 +5,6 @@ The words are those of docs/how-it-works.md. The state that lives from save to s
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.format.paths import join
+from ckptlib.loading.lacked import lacked_anywhere, tell_excused
 from ckptlib.loading.match import targets
 from ckptlib.loading.overlaps import bring_together, set_apart
 from ckptlib.loading.own_values import warn_of_own_values
@@ -46,8 +45,6 @@ from ckptlib.staging.stager import Content, CopyJob
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
-
-log = logging.getLogger(__name__)
 
 QUICK_BYTES = 256 * 1024 * 1024
 """Garbage is not collected while a load reads no more than this. Such a load takes a second or less, of which a
@@ -245,10 +242,10 @@ def _load_step(
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)
-    unexpected, untouched, lost = _lacked_anywhere(group, wanted)
+    unexpected, untouched, lost = lacked_anywhere(group, wanted, RNG)
     together(group, what, lambda: _check(source.save, order, wanted, unexpected))
     if order.strict and group.rank == 0:
-        _tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
+        tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
     wants, overlapping = set_apart(wanted.wants)
     reads, buckets, by_links = share_out(wants, group, lambda want: source.near(reader.ranks_for(want)))
@@ -372,29 +369,3 @@ def _but_generators(rename: Rename) -> Rename:
 def _and_generators(only: Only) -> Only:
     """They were asked for beside a part of the state."""
     return None if only is None else [*([only] if isinstance(only, str) else only), RNG]
-
-
-def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str], list[str]]:
-    """Saved names that no rank loads (ranks of a pipeline load different ones); names of some rank's state that the
-    checkpoint lacks and may lack; and names of plain values that some rank alone has saved, and none loads. Collective.
-    """
-    mine = {name for name in wanted.unexpected if not name.startswith(RNG)}
-    excused, values = wanted.excused(wanted.missing), mine & wanted.plain
-    if not group.any(bool(mine or excused)):
-        return [], [], []
-    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), excused, sorted(values)]).encode())]
-    lacked = set.intersection(*({*names} for names, _, _ in told))
-    untouched, own = (set().union(*(names[i] for names in told)) for i in (1, 2))
-    own -= lacked
-    if own:
-        taken = group.gather(json.dumps(sorted(own & wanted.taken)).encode())
-        own -= set().union(*map(json.loads, taken))
-    return sorted(lacked), sorted(untouched), sorted(own)
-
-
-def _tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> None:
-    """Logs the names that a strict load neither refused nor loaded."""
-    for names, what in (untouched, "not in the checkpoint, and left as it was"), (unread, "not in the state"):
-        if names:
-            more = f" and {len(names) - 40} more" if len(names) > 40 else ""
-            log.warning("step %d: %s: %s%s", step, what, ", ".join(names[:40]), more)

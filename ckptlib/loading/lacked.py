@@ -1,0 +1,39 @@
+"""Names that only one of the two has, the checkpoint or the state: on which ranks, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+from ckptlib.loading.targets import Targets
+from ckptlib.ranks.group import Group
+
+log = logging.getLogger(__name__)
+
+
+def lacked_anywhere(group: Group, wanted: Targets, generators: str) -> tuple[list[str], list[str], list[str]]:
+    """Saved names that no rank loads (ranks of a pipeline load different ones); names of some rank's state that the
+    checkpoint lacks and may lack; and names of plain values that some rank alone has saved, and none loads.
+    `generators`: what names of random state begin with, which are none of these. Collective.
+    """
+    mine = {name for name in wanted.unexpected if not name.startswith(generators)}
+    excused, values = wanted.excused(wanted.missing), mine & wanted.plain
+    if not group.any(bool(mine or excused)):
+        return [], [], []
+    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), excused, sorted(values)]).encode())]
+    lacked = set.intersection(*({*names} for names, _, _ in told))
+    untouched, own = (set().union(*(names[i] for names in told)) for i in (1, 2))
+    own -= lacked
+    if own:
+        taken = group.gather(json.dumps(sorted(own & wanted.taken)).encode())
+        own -= set().union(*map(json.loads, taken))
+    return sorted(lacked), sorted(untouched), sorted(own)
+
+
+def tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> None:
+    """Logs the names that a strict load neither refused nor loaded."""
+    for names, what in (untouched, "not in the checkpoint, and left as it was"), (unread, "not in the state"):
+        if names:
+            more = f" and {len(names) - 40} more" if len(names) > 40 else ""
+            log.warning("step %d: %s: %s%s", step, what, ", ".join(names[:40]), more)
