@@ -59,11 +59,11 @@ completion.complete_arguments(cli)
 
 
 class _Escaped(logging.Formatter):
-    """Names in a warning come from a store or a file, too."""
+    """Names in a warning come from a store or a file, too. The traces that clients of buckets log are left out."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(plain, super().format(record).splitlines()))
+        return "\n".join(map(plain, record.getMessage().splitlines()))
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from ckptlib.errors import StoreError
 from ckptlib.stores import InPlace, Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS, THREADS
 from ckptlib.stores.probe import PREFIX
@@ -117,7 +118,8 @@ def _shapes(nbytes: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _objects(store: Store) -> Iterator[Callable[[], str]]:
-    """Keys for objects, which are deleted in the end."""
+    """Keys for objects, which are deleted in the end. Behind an error it is that which is told: who may not put, may
+    not delete either."""
     keys: list[str] = []
 
     def new_key() -> str:
@@ -126,8 +128,11 @@ def _objects(store: Store) -> Iterator[Callable[[], str]]:
 
     try:
         yield new_key
-    finally:
-        store.delete(*keys)
+    except BaseException:
+        with suppress(StoreError):
+            store.delete(*keys)
+        raise
+    store.delete(*keys)
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ckptlib.stores import io_limits
+from ckptlib.stores.secrets import Secrets
 
 _RETRIES = 100
 """More than fit in RETRY_S."""
@@ -74,30 +76,34 @@ class Client:
 
     def open(self, nbytes: int, idle: bool, retry_s: float, **config: object) -> Any:
         """A client whose requests carry at most `nbytes`; `idle`: where they are so small, or come down, that an answer
-        which does not begin, or stops, within IDLE_S is none."""
+        which does not begin, or stops, within IDLE_S is none. Raises ValueError for what obstore refuses."""
         timeouts = {"timeout": timedelta(seconds=io_limits.IDLE_S + nbytes / io_limits.SLOWEST_BPS)}
         if idle:
             timeouts["read_timeout"] = timedelta(seconds=io_limits.IDLE_S)
         given = {} if self.credential_provider is None else {"credential_provider": self.credential_provider}
-        return self.make(
-            self.bucket,
-            config={**self.config, **config},
-            client_options={
-                "connect_timeout": timedelta(seconds=io_limits.IDLE_S / 2),
-                **timeouts,
-                **self.client_options,
-            },
-            retry_config={
-                "max_retries": _RETRIES,
-                "retry_timeout": timedelta(seconds=retry_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=max(0.1, retry_s / 12)),
-                    "base": 2,
+        try:
+            return self.make(
+                self.bucket,
+                config={**self.config, **config},
+                client_options={
+                    "connect_timeout": timedelta(seconds=io_limits.IDLE_S / 2),
+                    **timeouts,
+                    **self.client_options,
                 },
-            },
-            **given,
-        )
+                retry_config={
+                    "max_retries": _RETRIES,
+                    "retry_timeout": timedelta(seconds=retry_s),
+                    "backoff": {
+                        "init_backoff": timedelta(milliseconds=100),
+                        "max_backoff": timedelta(seconds=max(0.1, retry_s / 12)),
+                        "base": 2,
+                    },
+                },
+                **given,
+            )
+        except BaseError as error:  # as for want of an account
+            why = Secrets("", self.config).hide(str(error).partition("\n")[0])
+            raise ValueError(f"client 'obstore' cannot take these options: {why}") from None
 
 
 def client_of(url: str, options: Mapping[str, object]) -> Client:
@@ -119,7 +125,16 @@ def client_of(url: str, options: Mapping[str, object]) -> Client:
     given = {name: value for name, value in options.items() if value is not None}
     if host:
         given.setdefault("account_name", host.partition(".")[0])
-    return kinds[parts.scheme](bucket, root, given)
+    client = kinds[parts.scheme](bucket, root, given)
+    _check_endpoint(*(str(client.config[name]) for name in ("endpoint", "base_url") if name in client.config))
+    return client
+
+
+def _check_endpoint(*places: str) -> None:
+    """Raises ValueError for one without a scheme, on which obstore panics at the first request."""
+    for place in places:
+        if not place.startswith(("http://", "https://")):
+            raise ValueError(f"the endpoint {place!r}: expected http://... or https://...")
 
 
 def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
@@ -183,7 +198,9 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
         endpoint = endpoint.replace("://", f"://{client.bucket}.", 1)
     if endpoint:
         client.config["endpoint"] = endpoint
-    elsewhere = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+    elsewhere = [os.environ[name] for name in names if os.environ.get(name)]
+    _check_endpoint(*elsewhere)
     if any(place.startswith("http://") for place in (endpoint, *elsewhere)):
         client.client_options["allow_http"] = True
 

@@ -19,8 +19,9 @@ from ckptlib.errors import StoreDenied, StoreError, StoreFull, StoreTimeout
 from ckptlib.stores import certificates
 
 _RIGHTS = (
-    "the credentials may not do this; they need s3:GetObject, s3:PutObject, s3:DeleteObject, s3:ListBucket, "
-    "s3:AbortMultipartUpload and s3:ListBucketMultipartUploads on the bucket, and the rights to its KMS key"
+    "the credentials may not do this; to load, they need s3:GetObject and s3:ListBucket on the bucket, and to save, "
+    "s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and s3:ListBucketMultipartUploads, too; and the rights to "
+    "its KMS key"
 )
 _RENEW = "the session's token is no longer valid: renew the credentials"
 _BUCKET = "no such bucket: correct the URL, or make the bucket"

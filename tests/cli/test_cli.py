@@ -91,6 +91,16 @@ def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
     assert done.stderr.startswith("ftp://127.0.0.1:1/run: cannot be reached: ConnectionRefusedError")
 
 
+def test_traces_that_clients_of_buckets_log_are_not_printed() -> None:
+    """The error that ends the command says what the matter is."""
+    program = (
+        "import logging\nfrom ckptlib.cli.app import run\ntry:\n    run(['--version'])\nexcept SystemExit:\n"
+        "    logging.getLogger('gcsfs').exception('a try\\x1b failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr) == (0, "a try\\x1b failed\n")
+
+
 @pytest.mark.parametrize(
     "arguments", [["ls"], ["pin", "2"], ["export", "out"], ["copy", "2", "new"], ["doctor"], ["slots"]]
 )

@@ -167,6 +167,13 @@ def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
     assert SECRET not in str(told.value)
 
 
+def test_credentials_of_another_kind() -> None:
+    """As a file of gcloud in the place of one of a user's own."""
+    pytest.importorskip("gcsfs")
+    with pytest.raises(ValueError, match="the filesystem for gs:// finds no 'refresh_token' in its options, or in"):
+        FsspecStore("gs://bucket/run", {"token": {"type": "x", "client_id": "i", "client_secret": "s"}})
+
+
 def test_a_filesystem_that_keeps_its_listings(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Hugging Face's, `hf://`, whose listings are in a plain dict."""
 

@@ -76,3 +76,12 @@ def test_what_was_put_goes_where_a_measurement_fails(tmp_path: Path, op: str) ->
     with pytest.raises(StoreError, match="as planned"):
         measure(store, 16 * MIB)
     assert keys(store) == []
+
+
+def test_who_may_not_put_is_told_so_where_he_may_not_delete_either(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", [{"op": op, "action": "denied"} for op in ("put", "delete")])
+    with (
+        open_store(f"fault+file://{tmp_path}/root?plan={tmp_path}/plan") as store,
+        pytest.raises(StoreError, match=": put: denied"),
+    ):
+        measure(store, MIB)

@@ -44,6 +44,8 @@ def test_urls_that_obstore_does_not_know(url: str) -> None:
         ("s3://b/a//r/", {}, r"s3://b/a//r: .* no names with '//'.* is it s3://b/a/r\?"),
         ("gs://b//r", {}, r"is it gs://b/r\?"),
         ("abfs://c@a.dfs.core.windows.net/x//r", {}, r"is it abfs://c@a\.dfs\.core\.windows\.net/x/r\?"),
+        ("s3://b/r", {"endpoint_url": "minio:9000"}, "the endpoint 'minio:9000': expected http://"),
+        ("gs://b/r", {"endpoint_url": "localhost:4443"}, "the endpoint 'localhost:4443': expected http://"),
         ("gs://b/r", {"consistency": "md5"}, "consistency"),
         ("gs://b/r", {"token": "browser"}, "browser"),
         ("gs://b/r", {"token": object()}, "token of type object"),
@@ -127,6 +129,26 @@ def test_what_obstore_is_told(
     assert (client.bucket, client.root) == (bucket, root)
     assert {name: client.config.get(name) for name in expected} == expected
     client.open(1000, idle=True, retry_s=1.0)  # obstore takes every word of it
+
+
+def test_an_endpoint_of_the_environment_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    with pytest.raises(ValueError, match="the endpoint 'minio:9000': expected http://"):
+        client_of("s3://b/r", {"key": "k", "secret": "s"})
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "why"),
+    [
+        ("az://c/r", {}, "Account must be specified$"),
+        ("gs://b/r", {"token": {"type": "service_account", "private_key_id": "k"}}, "missing field .*"),
+        ("az://c/r", {"account_name": "a", "account_key": "s3cr3t!"}, r".*$(?<!s3cr3t!)"),
+    ],
+)
+def test_what_obstore_itself_refuses_is_told_on_one_line(url: str, options: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=rf"^client 'obstore' cannot take these options: [^\n]*{why}") as told:
+        open_store(url, {**options, "client": "obstore"})
+    assert "s3cr3t" not in str(told.value)
 
 
 def test_a_service_account(tmp_path: Path) -> None:

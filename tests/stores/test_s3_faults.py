@@ -216,7 +216,7 @@ def test_rights_that_are_missing_are_told_at_once(bucket: Bucket, monkeypatch: p
         lambda: bucket.store.delete("p", "q"),
     ]
     for call in calls:
-        with pytest.raises(StoreDenied, match=r"AccessDenied.*they need s3:GetObject"):
+        with pytest.raises(StoreDenied, match=r"AccessDenied.*to load, they need s3:GetObject .*to save, s3:PutObject"):
             call()
     assert len(bucket.requests()) == before + len(calls)
     with pytest.raises(ObjectUnreadable, match="AccessDenied"):
