@@ -136,7 +136,7 @@ def safer_of(inventory: Inventory, candidate: Candidate, left: Sequence[Candidat
     if candidate.snapshot is None:
         return None
     least = inventory.copies(candidate.snapshot)
-    for other in (candidate, *left):
+    for other in left:
         if other.committed:
             return None
         if other.snapshot is not None and inventory.copies(other.snapshot) > least:

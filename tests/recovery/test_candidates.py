@@ -17,10 +17,10 @@ def inventory(shares: dict[int, tuple[str, str]]) -> Inventory:
     """`shares`: by step, the hosts that have the share of each of two ranks."""
     found = {
         host: [
-            Found(snapshot(step), rank, host, f"/dev/shm/{step}-{rank}.slot", "0" * 32, 100, 4096)
+            Found(snapshot(step), rank, host, f"/dev/shm/{step}-{rank}-{n}.slot", "0" * 32, 100, 4096)
             for step, hosts in shares.items()
             for rank in range(2)
-            if host in hosts[rank]
+            for n in range(hosts[rank].count(host))
         ]
         for host in "AB"
     }
@@ -38,6 +38,7 @@ NEWEST = {9: ("A", "AB")}
         ({8: ("AB", "AB"), 7: ("AB", "AB")}, [], 8),
         ({8: ("A", "AB"), 7: ("AB", "AB")}, [], 7),
         ({8: ("A", "B")}, [], None),
+        ({8: ("AA", "BB")}, [], None),
         ({}, [], None),
         ({8: ("AB", "AB")}, [9], None),
         ({8: ("AB", "AB")}, [8], None),
