@@ -120,7 +120,7 @@ class Session:
             if self.group.rank == 0:
                 if settings.must_resume:
                     refuse_new(self.catalog)
-                probe(self.store)
+                probe(self.store, must_delete=False)
 
         together(self.group, f"opening {self.store.url}", look)
         self.lineage = Lineage(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from ckptlib.errors import StoreError
+from ckptlib.errors import StoreDenied, StoreError
 from ckptlib.stores import Entry, Store
+
+log = logging.getLogger(__name__)
 
 PREFIX = "probe/"
 _NAME = re.compile(r"probe/[0-9a-f]{16}")
@@ -17,8 +20,11 @@ _NAME = re.compile(r"probe/[0-9a-f]{16}")
 Result = TypeVar("Result")
 
 
-def probe(store: Store) -> Mapping[str, float]:
-    """Seconds that each of put, scan, get and delete took. Raises the store's errors, and StoreError for a lie."""
+def probe(store: Store, must_delete: bool = True) -> Mapping[str, float]:
+    """Seconds that each of put, scan, get and delete took. Raises the store's errors, and StoreError for a lie.
+
+    Without `must_delete`, it only warns where nothing may be deleted, as in a bucket that nobody shall empty.
+    """
     key = f"{PREFIX}{secrets.token_hex(8)}"
     data = secrets.token_bytes(64)
     seconds: dict[str, float] = {}
@@ -37,7 +43,14 @@ def probe(store: Store) -> Mapping[str, float]:
         if timed("get", lambda: store.get(key)) != data:
             raise StoreError(f"{store.url}: get returned other bytes of {key} than were put")
     finally:
-        timed("delete", lambda: store.delete(key))
+        try:
+            timed("delete", lambda: store.delete(key))
+        except StoreDenied as error:
+            if must_delete:
+                raise
+            log.warning(
+                "%s. All steps stay, whatever keep= says, and each start leaves an object below %s", error, PREFIX
+            )
     return seconds
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from ckptlib.errors import CheckpointNotFound, CkptError, UnsupportedState
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import GRACE
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import write_plan
 
 LATER_S = GRACE.total_seconds() + 3600
 KEEP = ckptlib.Keep(last=1, best="val_loss", mode="min")
@@ -52,6 +54,21 @@ def loaded(job: Job, **which: object) -> tuple[int, list[bytes]]:
     into = Job(job.root, seed=9)
     report = ckptlib.load(job.root, into.state, **which)  # type: ignore[arg-type]
     return report.step, into.bits()
+
+
+def test_a_job_that_may_not_delete_keeps_all_steps(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a bucket that nobody shall empty; it could not start before."""
+    write_plan(tmp_path / "plan", [{"op": "delete", "action": "denied"}])
+    url = f"fault+file://{job.root}?plan={tmp_path}/plan"
+    with ckptlib.Checkpointer(url, job.state, every=1, keep=KEEP, arena=tmp_path) as ckpt:
+        assert "All steps stay, whatever keep= says, and each start leaves an object below probe/" in caplog.text
+        ckpt.restore()
+        for step in ckpt.loop(0, 3):
+            job.body()
+            ckpt.log({"val_loss": step})
+            ckpt.pending and ckpt.pending.wait_committed(WAIT_S)
+    assert steps(job.root) == [1, 2, 3]
+    assert len([*(job.root / "probe").iterdir()]) == 1
 
 
 def test_the_best_step_stays_and_is_loaded(job: Job) -> None:
