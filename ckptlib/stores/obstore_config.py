@@ -200,7 +200,8 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
         client.config["endpoint"] = endpoint
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
     elsewhere = [os.environ[name] for name in names if os.environ.get(name)]
-    _check_endpoint(*elsewhere)
+    if not endpoint:  # else those of the environment do not count
+        _check_endpoint(*elsewhere)
     if any(place.startswith("http://") for place in (endpoint, *elsewhere)):
         client.client_options["allow_http"] = True
 
