@@ -111,7 +111,7 @@ def read_records(
     ids: Iterable[GenerationId],
     saves: Iterable[SaveId],
     read: Callable[[GenerationId], Generation],
-    newer: bool = False,
+    newer: bool,
 ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
     """Of each generation its record, or why it is not known what it resumed from.
 

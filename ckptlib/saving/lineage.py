@@ -52,8 +52,8 @@ class Lineage:
         tags: Mapping[str, str],
         run: Mapping[str, Json],
         slots_in: Sequence[Path],
-        earlier: GenerationId | None = None,
-        local: Path | None = None,
+        earlier: GenerationId | None,
+        local: Path | None,
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
         `earlier`: the generation as which this process goes on, whose record is there. `local`: this host's disk.

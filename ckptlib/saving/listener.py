@@ -21,7 +21,7 @@ def check_listener(on_event: object) -> None:
 class Listener:
     """One per session; main thread. Nothing of the user's runs between two collectives, nor holds up a copy."""
 
-    def __init__(self, on_event: Callable[[Event], object] | None = None) -> None:
+    def __init__(self, on_event: Callable[[Event], object] | None) -> None:
         self._on_event = on_event
         self._queue: deque[tuple[str, Callable[[], object]]] = deque()
         self._delivering = threading.Lock()

@@ -32,7 +32,7 @@ ROUND_BYTES = 4 << 20
 class Pairs:
     """Shards of a snapshot and their places in one slot, sorted by how they are copied."""
 
-    def __init__(self, pairs: list[Pair], beside: Sequence[int] = ()) -> None:
+    def __init__(self, pairs: list[Pair], beside: Sequence[int]) -> None:
         """`beside`: where the slot's other shards begin, which are copied apart; those of no bytes do not count."""
         self.all, self._beside = pairs, beside
         self.late = [pair for pair in pairs if pair.movable and pair.late]

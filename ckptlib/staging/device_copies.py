@@ -37,7 +37,7 @@ class Lane:
 class DeviceCopies:
     """The copies of one snapshot from one device, begun when it is made. Keeps its sources until they are read."""
 
-    def __init__(self, lane: Lane, works: Sequence[DeviceWork], spare: Spare | None = None) -> None:
+    def __init__(self, lane: Lane, works: Sequence[DeviceWork], spare: Spare | None) -> None:
         """On the training's thread. `spare`: the memory that `works` go by, given back at the end."""
         self._lane, self._spare = lane, spare
         self._free, self._ringed = list[DeviceWork](), list[DeviceWork]()

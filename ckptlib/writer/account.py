@@ -41,7 +41,7 @@ class StartAccount:
         self._origin: SaveId | None = None
         self._threads: list[threading.Thread] = []
 
-    def continues(self, save: SaveId, manifest: Manifest | None = None, accounted: bool = False) -> None:
+    def continues(self, save: SaveId, manifest: Manifest | None, accounted: bool) -> None:
         """The job went on from this save; the start that made it may have left no account. `manifest`: as the trainer
         read it, which has looked then whether there is an account."""
         if save == self._origin or save.generation == self._generation:
