@@ -25,7 +25,7 @@ class Batch(list[int]):
     none. In the trainer's own process nothing is seeded: ckptlib saves and restores its generators.
     """
 
-    def __init__(self, items: Iterable[int], seed: int) -> None:
+    def __init__(self, items: Iterable[int] = (), seed: int = 0) -> None:
         super().__init__(items)
         self.seed = seed
 
