@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -145,9 +146,15 @@ def checked_key(key: object, path: str) -> object:
 
 def _is_in_any_order(key: object) -> bool:
     """Whether a key has a set in it whose text is another one in each process, as that of a set of texts is."""
-    if isinstance(key, tuple):
-        return any(map(_is_in_any_order, key))
-    return isinstance(key, frozenset) and len(key) > 1 and not all(isinstance(item, int) for item in key)
+    if not isinstance(key, (tuple, frozenset)):
+        return False
+    has_order = isinstance(key, tuple) or len(key) < 2 or all(map(_is_hashed_alike, key))
+    return not has_order or any(map(_is_in_any_order, key))
+
+
+def _is_hashed_alike(item: object) -> bool:
+    """Whether each process has the same hash of it, as of numbers, by which it has its place in a set."""
+    return all(map(_is_hashed_alike, item)) if isinstance(item, (tuple, frozenset)) else isinstance(item, Number)
 
 
 SCALARS = frozenset([int, float, str, bool, type(None)])

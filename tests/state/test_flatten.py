@@ -417,6 +417,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "modules as keys": (lambda: {nn.ReLU(): torch.ones(1)}, "x: a dict has .*ReLU as a key.*named_parameters"),
     "objects as keys": (lambda: {object(): torch.ones(1)}, "x: a dict has a builtins.object as a key"),
     "sets as keys": (lambda: {frozenset("ab"): torch.ones(1)}, "x: a dict has a builtins.frozenset as a key"),
+    "sets in a set as keys": (
+        lambda: {frozenset([frozenset("ab")]): torch.ones(1)},
+        "x: a dict has a builtins.frozenset as a key",
+    ),
     "sets as keys in an object": (
         lambda: Holder({(1, frozenset("ab")): torch.ones(1)}),
         "x: a dict has a builtins.tuple as a key, by which a restarted job would not find",
@@ -438,8 +442,9 @@ def test_what_cannot_be_saved_is_named_with_a_remedy(kind: str) -> None:
 
 
 def test_sets_whose_text_is_the_same_in_each_process_may_be_keys() -> None:
-    edges = {frozenset({1, 2}): torch.ones(1), frozenset("a"): torch.ones(1)}
-    assert len(flatten({"x": edges, "y": Holder(edges)}).leaves) == 4
+    keys = {1, 2}, "a", {(0, 1), (1, 2.5)}, {np.int64(1), np.int64(9)}, {frozenset({1, 2}), frozenset({3})}
+    edges = {frozenset(key): torch.ones(1) for key in keys}
+    assert len(flatten({"x": edges, "y": Holder(edges)}).leaves) == 10
 
 
 FOREIGN = {
