@@ -198,10 +198,10 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
         endpoint = endpoint.replace("://", f"://{client.bucket}.", 1)
     if endpoint:
         client.config["endpoint"] = endpoint
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-    elsewhere = [os.environ[name] for name in names if os.environ.get(name)]
-    if not endpoint:  # else those of the environment do not count
-        _check_endpoint(*elsewhere)
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    elsewhere = [os.environ.get(name, "") for name in names]
+    counts = elsewhere[:1] if endpoint or elsewhere[0] else elsewhere  # the first one also where there is an option
+    _check_endpoint(*filter(None, counts))
     if any(place.startswith("http://") for place in (endpoint, *elsewhere)):
         client.client_options["allow_http"] = True
 

@@ -136,6 +136,11 @@ def test_an_endpoint_of_the_environment_without_a_scheme(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="the endpoint 'minio:9000': expected http://"):
         client_of("s3://b/r", {"key": "k", "secret": "s"})
     client_of("s3://b/r", {"key": "k", "secret": "s", "endpoint_url": "http://minio:9000"})
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://minio:9000")  # counts before all others, and an option
+    client_of("s3://b/r", {"key": "k", "secret": "s"})
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "minio:9000")
+    with pytest.raises(ValueError, match="the endpoint 'minio:9000': expected http://"):
+        client_of("s3://b/r", {"key": "k", "secret": "s", "endpoint_url": "http://minio:9000"})
 
 
 @pytest.mark.parametrize(
