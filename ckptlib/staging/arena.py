@@ -84,7 +84,7 @@ class Arena:
 
         def make() -> None:
             try:
-                self._slots.append(self._make(max(slot.capacity for slot in self._slots), fall_back=False))
+                self._slots.append(self._make(max(slot.capacity for slot in self._slots), must=False))
             except NoRoom as error:
                 log.warning("%s; memory keeps fewer snapshots while one is being written to the store", error)
 
@@ -175,7 +175,7 @@ class Arena:
         if slot.path.parent == self._directory or _free_in(self._directory) < 2 * slot.capacity:
             return None  # twice: other ranks look at the same moment
         try:
-            found = self._make(slot.capacity, fall_back=False)
+            found = self._make(slot.capacity, must=False)
         except NoRoom:
             return None
         self._remove(slot)
@@ -197,21 +197,21 @@ class Arena:
         slot.try_write_lock()
         return slot
 
-    def _make(self, nbytes: int, fall_back: bool = True) -> Slot:
-        """`fall_back`: to a file on a disk, where memory has no room."""
+    def _make(self, nbytes: int, must: bool = True) -> Slot:
+        """`must`: where memory has no room, an older snapshot goes for it, or it is a file on a disk."""
         with running_on(self._pinning.processors()):
-            slot = self._make_somewhere(nbytes, fall_back)
+            slot = self._make_somewhere(nbytes, must)
             OPEN.add(slot.path)
             weakref.finalize(slot, OPEN.discard, slot.path).atexit = False  # of a job that nobody closed
             slot.prefault()
         self._pinning.pin(slot)
         return slot
 
-    def _make_somewhere(self, nbytes: int, fall_back: bool) -> Slot:
+    def _make_somewhere(self, nbytes: int, must: bool) -> Slot:
         try:
-            slot = self._create(nbytes)
+            slot = self._create(nbytes, must)
         except NoRoom as error:
-            if not (self._fallbacks and fall_back):
+            if not (self._fallbacks and must):
                 raise
             (fallback,) = self._fallbacks
             log.warning("%s; using a file in %s, which is slower", error, fallback)
@@ -219,11 +219,11 @@ class Arena:
         self.on_made(slot.path)
         return slot
 
-    def _create(self, nbytes: int) -> Slot:
+    def _create(self, nbytes: int, must: bool) -> Slot:
         try:
             return Slot.create(self._directory, self._prefix, nbytes)
         except NoRoom:
-            if self.others.needed is None:
+            if self.others.needed is None or not must:
                 raise
             self.others.reclaim(but=[self.others.needed])
             return Slot.create(self._directory, self._prefix, nbytes)

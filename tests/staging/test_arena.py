@@ -22,6 +22,7 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots import files
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import SUFFIX, Slot
+from ckptlib.staging import arena as arena_module
 from ckptlib.staging.arena import Arena
 
 GENERATION = GenerationId(7, "0123abcd")
@@ -293,6 +294,33 @@ def test_one_slot_more_than_needed_is_no_file_on_a_disk(
     arena.await_made()
     assert arena.slots == [first]
     assert "memory keeps fewer snapshots" in caplog.text
+    arena.close(unlink=True)
+
+
+def test_no_older_snapshot_goes_for_a_slot_that_the_job_can_do_without(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in the place of a file, where other ranks have taken the room meanwhile; and one more than needed."""
+    monkeypatch.setattr(files, "MEMORY", small)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    before, left = GenerationId(6, "00000006"), list[Path]()
+    for step in (4, 5):
+        slot = Slot.create(small, f"ckptlib-{ROOT_ID[:16]}-{before}", 1 << 19)
+        slot.write_header(SlotHeader(ROOT_ID, SaveId(step, before), 0, 1, step, 2, 0, {}))
+        slot.close()
+        left.append(slot.path)
+    arena = Arena(ROOT_ID, GENERATION, None, 1)
+    arena.others.needed = SaveId(5, before)
+    with process("read", left[0]):
+        on_disk = taken(arena, -1, [], 1 << 20)
+    assert on_disk.path.parent == tmp_path
+    with monkeypatch.context() as patched:
+        patched.setattr(arena_module, "_free_in", lambda directory: 1 << 40)
+        assert taken(arena, -1, [], 1 << 20) is on_disk
+    arena.grow()
+    arena.await_made()
+    assert arena.slots == [on_disk]
+    assert all(path.exists() for path in left)
     arena.close(unlink=True)
 
 
