@@ -148,6 +148,8 @@ class OnDisks:
         self.save, self.world_size = step.save, len(step.parts)
         self.where, self.in_memory = f"local disks ({disk.store.url})", False
         self._exchange: Exchange[int] | None = None
+        self._there = [{*seen} for seen in step.seen]
+        """By rank of this job: the saved ranks whose shares it can read."""
         self._far: dict[int, RemoteShare] = {}
         """By saved rank: the shares that this rank has from other hosts."""
         self._packs: dict[str, tuple[RemoteShare, int]] = {}
@@ -221,10 +223,13 @@ class OnDisks:
 
     def bring(self, ranks: Collection[int]) -> None:
         """Those that are not here are read out by ranks of other hosts from now on. Collective."""
-        needs = [json.loads(data) for data in self._group.gather(json.dumps(sorted(ranks)).encode())]
+        told = self._group.gather(json.dumps(sorted(ranks)).encode())
+        needs = [{*json.loads(data)} - there for data, there in zip(told, self._there, strict=True)]
         lacking = moves(self._step.seen, needs)
         if not lacking:
             return
+        for move in lacking:
+            self._there[move.receiver].add(move.saved)
         if self._exchange is None:
             assert self._over is not None, "one process sees all of its disk"
             self._exchange = Exchange(self._over, self._timeout, lru_cache(maxsize=None)(self._open))

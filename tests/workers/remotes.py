@@ -381,6 +381,24 @@ def shares_on_disks(directory: Path) -> None:
         assert rank() == 2 or "rank 2 says: " in str(caught.value)
 
 
+def more_is_asked_for_later(directory: Path) -> None:
+    """Ranks 0 and 1 share a disk. What rank 2 has from one of them, the other does not begin to read out as well."""
+    tensors = {"w": np.arange(24, dtype=np.int64)}
+    disk = make_root(LocalStore(str(directory / ("far" if rank() == 2 else "near"))))
+    save, group = SaveId(1, GenerationId(1, "00000001")), group_of(None, PATIENCE)
+    put_part(disk, save, rank(), layout_of(tensors, 3), tensors)
+    dist.barrier()
+    step = whole(group.gather(look_at_disk(disk, [save])))[save]
+    with closing(OnDisks(group, world(), disk, step, PATIENCE)) as source:
+        for needed in ({0}, {0, 1}, {0, 1, 2}):
+            source.bring(needed if rank() == 2 else set())
+        readable = [0, 1, 2] if rank() == 2 else [0, 1]
+        assert [source.part(saved).rank for saved in readable] == readable
+        serving = [thread for thread in threading.enumerate() if thread.name.startswith("ckptlib-serve")]
+        assert len(serving) == (STREAMS if rank() == 0 else 0)
+        dist.barrier()
+
+
 class Dies(Link):
     """Killed in the middle of what it reads out."""
 
@@ -423,6 +441,7 @@ CASES = [
     no_thread_to_serve_with,
     long_restore,
     shares_on_disks,
+    more_is_asked_for_later,
     killed,
 ]
 
