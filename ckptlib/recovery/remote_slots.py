@@ -28,7 +28,8 @@ from typing import Generic, Protocol, TypeVar
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
+from ckptlib.catalog.unreadable import UNUSABLE
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
 from ckptlib.ranks.link import Link
@@ -56,7 +57,10 @@ _DONE = 2**64 - 1
 """Instead of an offer: no more requests in this stream."""
 
 _VERDICT = struct.Struct("<?I507s")
-"""Whether the bytes are the slot's; where they are not, why: so many bytes of UTF-8."""
+"""Whether the bytes are the slot's; where they are not, why: so many bytes of UTF-8, with the error's class."""
+
+_SAID = {cls.__name__: cls for cls in (*UNUSABLE, NewerFormat)}
+"""The classes that are raised where a server says so: a step fares as if this rank had read it itself."""
 
 
 T = TypeVar("T", bound=Hashable)
@@ -168,9 +172,9 @@ def _read_out(offered: Callable[[int], Offered], number: int, at: int, nbytes: i
         data = found.view(at, nbytes)
         if len(data) == nbytes and at + nbytes <= found.end:  # it may have grown, or been cut, since it was mapped
             return data, ""
-        why = f"{found.where}: [{at}:+{nbytes}] is past its end, {found.end:,}"
+        why = f"{CorruptData.__name__}: {found.where}: [{at}:+{nbytes}] is past its end, {found.end:,}"
     except CkptError as error:
-        why = str(error)
+        why = f"{type(error).__name__}: {error}"
     return memoryview(bytes(nbytes)), why
 
 
@@ -199,7 +203,7 @@ class Remote:
     def read(self, number: int, at: int, buffer: memoryview) -> None:
         """Fills `buffer`, PIECE_BYTES at most.
 
-        Raises CorruptData with the server's reason why it cannot; AgreementFailed, from then on always.
+        Raises one of UNUSABLE with the server's reason why it cannot; AgreementFailed, from then on always.
         """
         try:
             stream = self._free.get(timeout=self._timeout.total_seconds())
@@ -224,8 +228,9 @@ class Remote:
         self._link.ask(self._frm, request, [buffer, memoryview(verdict)], stream)
         good, length, text = _VERDICT.unpack(verdict)
         if not good:
-            reason = text[:length].decode(errors="replace")
-            raise CorruptData(f"rank {self._link.global_rank(self._frm)} says: {reason}")
+            name, _, reason = text[:length].decode(errors="replace").partition(": ")
+            kind = _SAID.get(name, ObjectUnreadable)  # of another one nothing is known but that
+            raise kind(f"rank {self._link.global_rank(self._frm)} says: {reason}")
         with self._lock:
             self.nbytes_received += len(buffer)
 
@@ -247,7 +252,7 @@ class RemoteBytes:
         """In the job's world."""
 
     def read_at(self, at: int, buffer: memoryview) -> None:
-        """Fills `buffer`. Raises CorruptData with the server's reason why it cannot; AgreementFailed."""
+        """Fills `buffer`. Raises as `Remote.read` does."""
         for first in range(0, len(buffer), PIECE_BYTES):
             self._remote.read(self._number, at + first, buffer[first : first + PIECE_BYTES])
 
