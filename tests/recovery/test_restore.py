@@ -283,18 +283,25 @@ def test_a_slot_of_which_a_read_was_altered_on_the_way_is_read_again(
 
 
 class LetGo(logging.Handler):
-    """Lets a writer that is held go on when somebody waits for it."""
+    """Lets a writer that is held go on when somebody waits for it, to meet `then`."""
 
-    def __init__(self, plan: Path) -> None:
+    def __init__(self, plan: Path, then: list[dict[str, Any]]) -> None:
         super().__init__()
-        self._plan = plan
+        self._plan, self._then = plan, then
 
     def emit(self, record: logging.LogRecord) -> None:
         if "waiting for the writers" in record.getMessage():
-            write_plan(self._plan, [])
+            write_plan(self._plan, self._then)
 
 
-def test_a_step_that_is_damaged_in_memory_is_awaited_where_its_writer_has_read_it_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "then",
+    [[], [{"op": "put", "key": "^steps/", "action": "kill-before"}]],
+    ids=["commits it", "dies before it commits it"],
+)
+def test_a_step_that_is_damaged_in_memory_is_awaited_where_its_writer_has_read_it_before(
+    tmp_path: Path, then: list[dict[str, Any]]
+) -> None:
     """The step before it in the store would be older, and what the writer commits later would be abandoned."""
     plan, url, weights = tmp_path / "plan", faulty(tmp_path), torch.full((3000,), 3.0)
     peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
@@ -308,7 +315,7 @@ def test_a_step_that_is_damaged_in_memory_is_awaited_where_its_writer_has_read_i
     for slot in tmp_path.glob("*.slot"):
         header = SlotHeader.decode(slot.read_bytes()[:PAGE_BYTES], "the slot")
         flip_bit(slot, header.documents["layout"][0])
-    logger, let_go = logging.getLogger("ckptlib"), LetGo(plan)
+    logger, let_go = logging.getLogger("ckptlib"), LetGo(plan, then)
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(let_go)
