@@ -69,6 +69,7 @@ def test_a_writer_begins_when_the_restore_has_ended(tmp_path: Path, monkeypatch:
     with checkpointer(tmp_path / "root", {"w": found}, tmp_path) as ckpt:
         assert ckpt._session.writer.poll(1.0) == []
         assert ckpt.restore().step == 3
+        assert ckpt.pending is None, "the store has it, and it is kept in memory only"
         deadline = time.monotonic() + 150
         while not (events := ckpt._session.writer.poll(0.1)):
             assert time.monotonic() < deadline
