@@ -82,7 +82,8 @@ def _last_values(group: Group, source: StepSource, reader: Reader) -> Mapping[st
     """Of the last of the saved ranks, on rank 0; none where they cannot be had, since nothing else may depend on that,
     or would be sent between hosts. Collective."""
     last, is_asked = source.world_size - 1, group.rank == 0
-    if source.in_memory and group.size > 1:
+    near = source.near({last})
+    if near is not None and 0 not in near:
         return {}
     try:
         source.bring({last} if is_asked else ())

@@ -38,6 +38,7 @@ from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.loading import own_values
 from ckptlib.loading.reader import Reader
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
@@ -382,6 +383,24 @@ def shares_on_disks(directory: Path) -> None:
         assert rank() == 2 or "rank 2 says: " in str(caught.value)
 
 
+def values_for_a_warning_alone(directory: Path) -> None:
+    """Those of the last rank are compared with rank 0's where they are on its host, and sent from no other."""
+    tensors = {"w": np.arange(24, dtype=np.int64)}
+    save, group = SaveId(1, GenerationId(1, "00000001")), group_of(None, PATIENCE)
+    for beside in (0, 1):  # rank 2 has a disk in common with this one
+        path = directory / f"{beside}-{'together' if rank() in (beside, 2) else 'alone'}"
+        disk = make_root(LocalStore(str(path)))
+        put_part(disk, save, rank(), layout_of(tensors, 3), tensors, told={"values": {"place": rank()}})
+        dist.barrier()
+        step = whole(group.gather(look_at_disk(disk, [save])))[save]
+        with closing(OnDisks(group, world(), disk, step, PATIENCE)) as source:
+            reader = Reader(source, rank())
+            assert own_values._last_values(group, source, reader) == ({} if beside or rank() else {"place": 2})
+            with pytest.raises(NotBrought):
+                source.part(2 if rank() == beside ^ 1 else beside ^ 1)
+        dist.barrier()
+
+
 def more_is_asked_for_later(directory: Path) -> None:
     """Ranks 0 and 1 share a disk. What rank 2 has from one of them, the other does not begin to read out as well."""
     tensors = {"w": np.arange(24, dtype=np.int64)}
@@ -443,6 +462,7 @@ CASES = [
     long_restore,
     shares_on_disks,
     more_is_asked_for_later,
+    values_for_a_warning_alone,
     killed,
 ]
 
