@@ -139,7 +139,7 @@ class Exchange(Generic[T]):
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         if any(thread.is_alive() for thread in self._threads):
-            log.warning("ranks that read what this rank has have neither finished nor disconnected")
+            log.warning("ranks that read from this rank have neither finished nor disconnected")
             return  # the link must not be closed under them
         self._link.close()
 
