@@ -26,6 +26,7 @@ from rankthreads import run_ranks
 from torch import nn
 
 import ckptlib
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli import app as cli
 from ckptlib.errors import CheckpointNotFound, CorruptData, ObjectUnreadable, StateMismatch
 from ckptlib.format.keys import SaveId
@@ -434,8 +435,11 @@ def test_what_no_step_has_stays_as_it_is_behind_a_damaged_one(tmp_path: Path) ->
     state = {"w": torch.zeros(300_000), "new": torch.full((3,), -1.0)}
     with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
         assert ckpt.restore(optional="new").step == 1
+        ckpt.save(3).wait_committed(60)
     assert torch.equal(state["w"], torch.full((300_000,), 1.0))
     assert torch.equal(state["new"], torch.full((3,), -1.0))
+    visible = Catalog(LocalStore(str(tmp_path))).visible()
+    assert [save.step for save in visible] == [1, 3], "what follows goes on from what was restored"
 
 
 def test_a_generator_that_the_step_before_lacks_is_as_it_was_behind_a_damaged_one(tmp_path: Path) -> None:
