@@ -336,7 +336,7 @@ def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
             raise
         raise ImportError(f"{scheme}:// needs a package: pip install 'ckptlib[{extra}]' ({error})") from error
     except KeyError as error:  # gcsfs takes a file of one kind of credentials for one of another
-        raise ValueError(f"the filesystem for {scheme}:// finds no {error} in its options, or in their files") from None
+        raise ValueError(f"the filesystem for {scheme}:// lacks {error} in its options, or in their files") from error
     except ValueError as error:
         if "Protocol not known" not in str(error):
             raise

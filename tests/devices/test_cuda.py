@@ -86,10 +86,10 @@ def test_no_thread_makes_a_context_on_the_first_device(
         runtime.initialized = True
     make = made._make_somewhere
 
-    def slowly(nbytes: int) -> Any:
+    def slowly(*args: Any) -> Any:
         if when == "while it warms":
             runtime.initialized = True
-        return make(nbytes)
+        return make(*args)
 
     monkeypatch.setattr(made, "_make_somewhere", slowly)
     made.warm(10_000)
