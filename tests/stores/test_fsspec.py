@@ -170,7 +170,7 @@ def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
 def test_credentials_of_another_kind() -> None:
     """As a file of gcloud in the place of one of a user's own."""
     pytest.importorskip("gcsfs")
-    with pytest.raises(ValueError, match="the filesystem for gs:// finds no 'refresh_token' in its options, or in"):
+    with pytest.raises(ValueError, match="the filesystem for gs:// lacks 'refresh_token' in its options, or in"):
         FsspecStore("gs://bucket/run", {"token": {"type": "x", "client_id": "i", "client_secret": "s"}})
 
 
