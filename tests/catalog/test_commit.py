@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.flushed import note_flushes
 from support import (
     layout_of,
     make_generation,
@@ -99,13 +100,7 @@ def test_a_manifest_that_another_one_has_put_is_durable_before_it_counts(
     catalog = make_root(LocalStore(str(tmp_path)))
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
     Committer(catalog).commit(save, names)
-    flushed, fsync = set[str](), os.fsync
-
-    def noted(fd: int) -> None:
-        fsync(fd)
-        flushed.add(os.readlink(f"/proc/self/fd/{fd}"))
-
-    monkeypatch.setattr(os, "fsync", noted)
+    flushed = note_flushes(monkeypatch)
     how(Catalog(catalog.store), save, names)
     assert f"{tmp_path}/steps" in flushed
 

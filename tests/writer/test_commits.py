@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from helpers.flushed import note_flushes
 from support import make_generation, make_root, put_parts, state
 
 from ckptlib.catalog.commit import Committer
@@ -24,13 +25,7 @@ def test_it_is_told_of_a_step_whose_name_is_durable(tmp_path: Path, monkeypatch:
     catalog = make_root(LocalStore(str(tmp_path)))
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
     Committer(catalog).commit(save, names)
-    flushed, fsync = set[str](), os.fsync
-
-    def noted(fd: int) -> None:
-        fsync(fd)
-        flushed.add(os.readlink(f"/proc/self/fd/{fd}"))
-
-    monkeypatch.setattr(os, "fsync", noted)
+    flushed = note_flushes(monkeypatch)
     left, right = socket.socketpair()
     with left, right:
         channel, trainer = Channel(right), Trainer(os.getpid())
