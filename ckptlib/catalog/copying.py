@@ -120,6 +120,8 @@ def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callabl
                 f"{target.url}/{key}: has {there[key]} bytes, expected {nbytes}; something else writes there. Delete "
                 "the copy, or name a new root"
             )
+    for prefix in sorted({key[: key.rfind("/") + 1] for key in step.packs if key in there}):
+        target.flush(prefix)  # a copy that was killed may not have made the names durable
     missing = [(key, nbytes) for key, nbytes in wanted if key not in there]
     advance(step.nbytes - sum(nbytes for _, nbytes in missing))
     with ThreadPoolExecutor(AT_ONCE, "ckptlib-copy") as executor, ThreadPoolExecutor(AT_ONCE, "ckptlib-read") as reads:

@@ -15,7 +15,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.spared import PATIENCE_S, is_spared
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
 from ckptlib.format.documents import as_written, encode
-from ckptlib.format.keys import SaveId, new_nonce
+from ckptlib.format.keys import STEPS, SaveId, new_nonce
 
 
 def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
@@ -27,7 +27,9 @@ def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
     _refuse_old_writers(catalog)
     _check_there(catalog, save)
     is_new = save not in catalog.steps(since=save).pins
-    if is_new:
+    if not is_new:
+        catalog.store.flush(STEPS)  # whoever has pinned it may have died before the name was durable
+    else:
         catalog.store.put(save.pin_key(new_nonce()), encode("pin", {"save": str(save), "created": time.time()}))
     if is_spared(catalog, save, patience_s) is None:
         minutes = words.count(math.ceil(catalog.root().save_deadline_s / 60), "minute")

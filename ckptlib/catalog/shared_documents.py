@@ -215,6 +215,7 @@ class SharedDocuments:
         key = keys.layout_key(digest)
         try:
             if digester(XXH3)(self.store.get(key)) == digest:
+                self.store.flush(keys.LAYOUTS)  # who has put it may have died before its name was durable
                 self._found.add(digest)
                 return True
             log.error("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
@@ -229,9 +230,7 @@ class SharedDocuments:
 
     def put_generation(self, generation: GenerationId, document: bytes) -> None:
         """A record, and its copy. Of two tries the first one's record stands, where the store can tell."""
-        try:
-            self.store.put(generation.key, document)
-        except ObjectExists:
+        if not put_new(self.store, generation.key, document):
             document = self.document(generation.key)
         put_new(self.store, keys.copy_key(generation.key), document)
 
@@ -338,6 +337,7 @@ def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:
     try:
         store.put(key, data, create=create)
     except ObjectExists:
+        store.flush(key[: key.rfind("/") + 1])  # as above
         return False
     return True
 

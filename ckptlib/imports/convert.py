@@ -17,7 +17,7 @@ from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.retention import drop
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed, StateError
-from ckptlib.format.keys import SaveId, checked_step
+from ckptlib.format.keys import STEPS, SaveId, checked_step
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.values import Json
 from ckptlib.imports import unfinished
@@ -124,6 +124,7 @@ def convert(
     if is_there:
         with _manifest(settings, number) as (catalog, manifest):
             _compare(catalog, manifest, flat)
+            catalog.store.flush(STEPS)  # a call that was killed may not have made the name durable
             _reclaim(catalog, settings)
     elif left is None or not left.names or not _finish(settings, flat, left):
         saved = _save(settings, flat, number, left)

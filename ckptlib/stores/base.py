@@ -256,8 +256,8 @@ class Store(ABC):
         return [entry.key for entry in self.scan("")][:most]
 
     def flush(self, prefix: str) -> None:  # noqa: B027  (most stores list nothing that is not durable)
-        """Makes durable what lies directly in `prefix`, a key and '/': a listing may have an object whose put has not
-        returned yet. Raises StoreError."""
+        """Makes durable what lies directly in `prefix`, '' or a key and '/': a listing may have an object whose put has
+        not returned yet, or never did. Raises StoreError."""
 
     @abstractmethod
     def delete(self, *keys: str) -> None:

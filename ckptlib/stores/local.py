@@ -24,10 +24,10 @@ from ckptlib.stores.base import (
     is_key,
     range_nbytes,
 )
-from ckptlib.stores.flushing import flush_names, free_nbytes
+from ckptlib.stores.flushing import free_nbytes
 from ckptlib.stores.local_direct import read_past_cache
 from ckptlib.stores.local_errors import ABSENT, failure
-from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
+from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload, sync_up
 
 LATE_NBYTES = 28 * 1024 * 1024
 """A small file is flushed while the next one is made; a large one, after all of it is."""
@@ -105,8 +105,7 @@ class LocalStore(Store):
     def flush(self, prefix: str) -> None:
         names = check_prefix(prefix).split("/")[:-1]
         try:
-            with tree.directory(self._root, names, to_list=True) as fd:
-                flush_names(fd)
+            sync_up(self._root, names)
         except OSError as error:
             raise failure(error, "flush", os.path.join(self._root, prefix)) from error
 

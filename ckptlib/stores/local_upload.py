@@ -14,6 +14,7 @@ import errno
 import os
 import re
 import secrets
+from collections.abc import Sequence
 
 from typing_extensions import Buffer, Self
 
@@ -217,13 +218,18 @@ def _sync_up_or_withdraw(root: str, key: str) -> None:
     or a listing would, and take it for an object that a power loss cannot remove."""
     *names, name = key.split("/")
     try:
-        for depth in range(len(names), -1, -1):  # all, each time: others may have made one, and not have flushed it yet
-            with tree.directory(root, names[:depth], to_list=True) as fd:
-                flush_names(fd)
+        sync_up(root, names)
     except (OSError, StoreError):
         with contextlib.suppress(OSError, StoreError), tree.directory(root, names) as fd:
             os.unlink(name, dir_fd=fd)
         raise
+
+
+def sync_up(root: str, names: Sequence[str]) -> None:
+    """Makes durable what lies directly in the directory of these names below `root`. Raises as `tree.directory`."""
+    for depth in range(len(names), -1, -1):  # all, each time: others may have made one, and not have flushed it yet
+        with tree.directory(root, names[:depth], to_list=True) as fd:
+            flush_names(fd)
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:

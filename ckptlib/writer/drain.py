@@ -163,10 +163,13 @@ class Drain:
             raise _unreadable(save.step, error) from error
 
     def _present(self, part: Part) -> dict[str, Entry]:
-        """The objects of this share that the store has."""
-        start = f"{part.rank:06d}-{part.attempt}"
-        prefixes = (f"{part.save.packs_prefix}{start}", f"{part.save.parts_prefix}{start}")
-        return {entry.key: entry for prefix in prefixes for entry in self._bucket.store.scan(prefix)}
+        """The objects of this share that the store has. Who put them may have died before their names were durable."""
+        store, start, found = self._bucket.store, f"{part.rank:06d}-{part.attempt}", dict[str, Entry]()
+        for prefix in (part.save.packs_prefix, part.save.parts_prefix):
+            if listed := store.scan(f"{prefix}{start}"):
+                store.flush(prefix)
+            found.update((entry.key, entry) for entry in listed)
+        return found
 
     def _lost(self, part: Part) -> list[Pack]:
         """Packs of earlier saves that are not in the store any more, but on this disk. Raises SaveFailed for one that

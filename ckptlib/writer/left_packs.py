@@ -50,6 +50,8 @@ class LeftPacks:
             self._save, self._there = header.save, {}
             for entry in self._store.scan(header.save.packs_prefix):
                 self._there.setdefault(_without_attempt(entry.key), []).append((entry.key, entry.nbytes))
+            if self._there:  # killed before they were durable, perhaps
+                self._store.flush(header.save.packs_prefix)
         for other, nbytes in self._there.get(_without_attempt(key), ()):
             head = shape.head(header.save, header.rank, snapshot.layout.digest)
             if nbytes == shape.nbytes and self._has(other, head, snapshot, rows):

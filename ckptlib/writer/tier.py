@@ -162,7 +162,10 @@ class Tier:
     def persisted(self, slot: Slot, save: SaveId) -> Part | None:
         """The part of the very snapshot in this slot, if a writer that died since has put it."""
         name = part_there(self._local, save, self._rank)
-        return None if name is None or name.check != slot.read_header().check else self._local.part(name)
+        if name is None or name.check != slot.read_header().check:
+            return None
+        self.disk.flush(save.parts_prefix)  # it may have died before the name was durable
+        return self._local.part(name)
 
     # The store
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.flushed import ForgetfulDisk, Killed
 from helpers.overwriting import OverwritingStore
 from support import listed_steps_are_whole, make_generation, make_root, make_save, put_parts, state
 from typing_extensions import Self, override
@@ -17,6 +19,7 @@ from ckptlib.catalog.step_objects import StepObjects, step_objects
 from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Root, TrashRecord
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 
 KEYS = [f"packs/000000000001-000001-00000001/00000{n}-a77e3b70-000000.safetensors" for n in range(6)]
@@ -161,6 +164,28 @@ def test_a_copy_that_was_killed_behind_its_manifest_comes_to_its_end() -> None:
     copy_all(source, target, save)
     assert keys_below(target, "") == before
     assert listed_steps_are_whole(target.store) == [1]
+
+
+def test_a_copy_that_was_killed_between_a_name_and_its_flush_survives_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_root(MemoryStore())
+    save = make_save(source, make_generation(source, 3), 1, state(1))
+    moment, was_killed = 0, True
+    while was_killed:
+        moment += 1
+        target, was_killed = Catalog(LocalStore(str(tmp_path / f"{moment}"))), False
+        with monkeypatch.context() as patched:
+            power = ForgetfulDisk(patched)
+            power.links_left = moment
+            try:
+                copy_all(source, target, save)
+            except Killed:
+                was_killed = True
+                copy_all(source, Catalog(target.store), save)
+            power.lose_power()
+        assert listed_steps_are_whole(target.store) == [1]
+    assert moment > 7
 
 
 def test_a_step_of_that_name_that_is_another_one_is_no_copy() -> None:

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.actors import ActorStore, Crash, no_chance
+from helpers.flushed import ForgetfulDisk, Killed
 from helpers.interleaved import Actor
 from helpers.objects import objects_of
 from helpers.servers import ObjectStorage
@@ -24,6 +26,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Entry, Store, open_store
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 
 LATER_S = GRACE.total_seconds() + 3600
@@ -51,6 +54,18 @@ def test_a_pinned_step_stays_until_it_is_unpinned(store: Store, catalog: Catalog
     assert [save.step for save in sweep(catalog, KEEP, None).dropped] == [1]
     assert listed_steps_are_whole(store) == [3]
     assert not any(key.endswith(".pin") for key in all_keys(store))
+
+
+def test_a_pin_that_was_there_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = make_root(LocalStore(str(tmp_path)))
+    save, *_ = make_steps(catalog, 1)
+    power = ForgetfulDisk(monkeypatch)
+    power.links_left = 1
+    with pytest.raises(Killed):
+        pin(catalog, save)
+    assert not pin(catalog, save)
+    power.lose_power()
+    assert catalog.steps().pins
 
 
 def test_a_pin_is_a_new_object_each_time(store: Store, catalog: Catalog) -> None:

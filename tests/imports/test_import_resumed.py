@@ -15,6 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from helpers.commands import DAY_S
+from helpers.flushed import note_flushes
 from helpers.forkserver import context, start_server
 from helpers.servers import ObjectStorage, s3_client
 from safetensors.numpy import load_file, save_file
@@ -152,8 +153,11 @@ def is_killed_at(place: Place, moment: tuple[str, str, str, int]) -> None:
 
 
 @pytest.mark.parametrize(("place", "moment"), FEW, indirect=["place"])
-def test_killed_it_goes_on(place: Place, moment: tuple[str, str, str, int]) -> None:
+def test_killed_it_goes_on(place: Place, moment: tuple[str, str, str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     is_killed_at(place, moment)
+    flushed = note_flushes(monkeypatch)
+    place.convert()
+    assert place.url.removeprefix("file://") + "/steps" in flushed, "the call before may have been killed before that"
 
 
 @pytest.mark.slow
