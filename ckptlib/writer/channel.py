@@ -57,8 +57,10 @@ class Channel:
             return []
         while self._fill(0):
             pass
-        *lines, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in lines]
+        *lines, rest = self._received.split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        self._received = rest  # not before: whoever comes again after Ctrl-C within finds all of them
+        return messages
 
     def _fill(self, timeout_s: float | None) -> bool:
         if self.closed or not _ready(self._arrivals, timeout_s):

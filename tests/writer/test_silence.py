@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import signal
@@ -141,6 +142,27 @@ def test_an_end_that_hears_no_more_lets_the_other_know() -> None:
     assert trainer.closed
     trainer.close()
     writer.close()
+
+
+def test_what_came_before_a_receive_was_interrupted_comes_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a slot would count as read for ever, after Ctrl-C in a notebook."""
+    one, other = socket.socketpair()
+    with one, other:
+        trainer, writer = Channel(one), Channel(other)
+        for number in range(3):
+            writer.send({"event": number})
+        loads, parsed = json.loads, list[bytes]()
+
+        def interrupted(line: bytes) -> Any:
+            parsed.append(line)
+            if len(parsed) == 2:
+                raise KeyboardInterrupt
+            return loads(line)
+
+        monkeypatch.setattr(json, "loads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.receive(5.0)
+        assert [told["event"] for told in trainer.receive(5.0)] == [0, 1, 2]
 
 
 def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
