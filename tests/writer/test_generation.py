@@ -9,6 +9,7 @@ from threading import Barrier
 
 import pytest
 from helpers.actors import ActorStore
+from helpers.flushed import ForgetfulDisk, Killed
 from helpers.forkserver import context, start_server
 from helpers.servers import ObjectStorage
 from store_conformance import keys
@@ -21,15 +22,16 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import ROOT, GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import open_store
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.generation import GenerationRecord
 
 WAIT_S = 150.0
 
 
-def record(number: int, root: str) -> GenerationRecord:
+def record(number: int, root: str, again: bool = False) -> GenerationRecord:
     generation = GenerationId(1, f"{number:08x}")
-    return GenerationRecord(Generation(generation, 1, None, 0.0, {}, "here"), root, 1, continues=True)
+    return GenerationRecord(Generation(generation, 1, None, 0.0, {}, "here"), root, 1, continues=True, again=again)
 
 
 def test_a_root_that_another_job_has_replaced_gets_no_record(tmp_path: Path) -> None:
@@ -63,6 +65,21 @@ def test_a_record_that_a_writer_put_before_it_died_stands(found: bool) -> None:
     assert {key: store.get(key) for key in keys(store)} == before | (
         {} if found else {key: told.encode() for key in (own.key, copy_key(own.key))}
     )
+
+
+def test_a_record_that_a_writer_put_as_it_died_survives_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for moment in (1, 2):  # of the record, and of its copy
+        catalog = make_root(LocalStore(str(tmp_path / f"{moment}")))
+        with monkeypatch.context() as patched:
+            power = ForgetfulDisk(patched)
+            power.links_left = moment
+            with pytest.raises(Killed):
+                record(1, catalog.root().id).put(catalog)
+            record(1, catalog.root().id, again=True).put(Catalog(catalog.store))
+            power.lose_power()
+        assert len(keys(catalog.store, "generations/")) == len(keys(catalog.store, "copies/generations/")) == 1
 
 
 def test_whoever_begins_first_goes_on() -> None:
