@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -126,9 +127,11 @@ class LocalStore(Store):
                 return sorted(self._walk(None, directory, prefix, after), key=lambda entry: entry.key)
             with tree.directory(self._root, directory.split("/")[:-1], to_list=True) as fd:
                 return sorted(self._walk(fd, directory, prefix, after), key=lambda entry: entry.key)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return []
         except OSError as error:
+            if error.errno == errno.ENOTDIR and not os.path.isabs(error.filename):
+                return []  # below a directory of the root; one of those, or the root, must not look empty
             raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     def _walk(self, fd: int | None, directory: str, prefix: str, after: str) -> Iterator[Entry]:
