@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 
 from ckptlib import words
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.spared import PATIENCE_S, is_spared
+from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
-from ckptlib.format.documents import as_written, encode
+from ckptlib.format.documents import encode
 from ckptlib.format.keys import STEPS, SaveId, new_nonce
 
 
@@ -60,8 +62,10 @@ def _check_there(catalog: Catalog, save: SaveId) -> None:
 
 def _refuse_old_writers(catalog: Catalog) -> None:
     """Writers of version 1 drop pinned steps. The record of a job of version 2 keeps them out."""
-    newest = max(catalog.generation_ids(), default=None)
-    document = b"" if newest is None else as_written(catalog.store.get(newest.key), newest.key)
+    document = b""
+    if (newest := max(catalog.generation_ids(), default=None)) is not None:
+        with suppress(*UNUSABLE):  # told where history is walked
+            document = catalog.shared.document(newest.key)
     if document.startswith(b'{"ckptlib":1,'):
         raise FormatError(
             f"{catalog.store.url}: the newest job here, generation {newest}, is of a ckptlib that knows no pins and "

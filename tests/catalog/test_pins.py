@@ -22,7 +22,7 @@ from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import drop, drop_unkept, sweep
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
 from ckptlib.format import keys
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import SaveId, copy_key
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Entry, Store, open_store
@@ -95,6 +95,13 @@ def test_a_root_whose_job_knows_no_pins_is_refused(store: Store, catalog: Catalo
     store.put(save.generation.key, of_version(document, 1))
     with pytest.raises(FormatError, match=r"knows no pins.*Resume the job with this version first"):
         pin(Catalog(store), save)
+    store.delete(save.generation.key, copy_key(save.generation.key))  # its copy tells
+    store.put(save.generation.key, b"")
+    store.put(copy_key(save.generation.key), of_version(document, 1))
+    with pytest.raises(FormatError, match="knows no pins"):
+        pin(Catalog(store), save)
+    store.delete(copy_key(save.generation.key))
+    assert pin(Catalog(store), save)
 
 
 def test_a_record_that_is_young_leaves_the_pin_in_doubt(store: Store, catalog: Catalog) -> None:
