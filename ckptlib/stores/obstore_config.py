@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -116,11 +117,11 @@ def client_of(url: str, options: Mapping[str, object]) -> Client:
     if not bucket or (host and kinds[parts.scheme] is not _azure):
         raise ValueError(f"{parts.scheme}://{host or '...'}: expected {parts.scheme}://BUCKET/PREFIX")
     root = url.partition("://")[2].partition("/")[2].rstrip("/")  # as it stands: '?' and '#' may be in a name
-    if "//" in f"/{root}":
-        one, base = "/".join(filter(None, root.split("/"))), f"{parts.scheme}://{parts.netloc}"
+    if root and not {"", ".", ".."}.isdisjoint(root.split("/")):
+        one, base = posixpath.normpath(f"/{root}").lstrip("/"), f"{parts.scheme}://{parts.netloc}"
         raise ValueError(
-            f"{base}/{root}: client 'obstore' has no names with '//', where s3fs, gcsfs and adlfs have others than "
-            f"with '/': is it {base}/{one}?"
+            f"{base}/{root}: client 'obstore' has no names with '//', '/./' or '/../', where s3fs, gcsfs and adlfs "
+            f"have others than with '/': is it {base}/{one}?"
         )
     given = {name: value for name, value in options.items() if value is not None}
     if host:
@@ -133,8 +134,13 @@ def client_of(url: str, options: Mapping[str, object]) -> Client:
 def _check_endpoint(*places: str) -> None:
     """Raises ValueError for one without a scheme, on which obstore panics at the first request."""
     for place in places:
-        if not place.startswith(("http://", "https://")):
+        if not place.lower().startswith(("http://", "https://")):
             raise ValueError(f"the endpoint {place!r}: expected http://... or https://...")
+
+
+def _is_plain(place: object) -> bool:
+    """Whether an endpoint is reached without TLS, which obstore must be allowed."""
+    return str(place).lower().startswith("http://")
 
 
 def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
@@ -202,7 +208,7 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
     elsewhere = [os.environ.get(name, "") for name in names]
     counts = elsewhere[:1] if endpoint or elsewhere[0] else elsewhere  # the first one also where there is an option
     _check_endpoint(*filter(None, counts))
-    if any(place.startswith("http://") for place in (endpoint, *elsewhere)):
+    if any(map(_is_plain, (endpoint, *elsewhere))):
         client.client_options["allow_http"] = True
 
 
@@ -270,7 +276,7 @@ def _gcs(bucket: str, root: str, options: dict[str, Any]) -> Client:
         raise ValueError(f"token of type {type(token).__name__}: client 'obstore' cannot; expected a file or a dict")
     if "endpoint_url" in options:
         client.config["base_url"] = str(options["endpoint_url"]).rstrip("/")
-        client.client_options["allow_http"] = str(options["endpoint_url"]).startswith("http://")
+        client.client_options["allow_http"] = _is_plain(options["endpoint_url"])
     return client
 
 
@@ -287,7 +293,7 @@ def _azure(bucket: str, root: str, options: dict[str, Any]) -> Client:
         config["sas_key"] = str(config["sas_key"]).removeprefix("?")
     if options.get("anon"):
         config["skip_signature"] = True
-    if str(config.get("endpoint", "")).startswith("http://"):
+    if _is_plain(config.get("endpoint")):
         client.client_options["allow_http"] = True
     return client
 

@@ -43,6 +43,7 @@ def test_urls_that_obstore_does_not_know(url: str) -> None:
         ("s3://b/r", {"use_ssl": False}, "use_ssl"),
         ("s3://b/a//r/", {}, r"s3://b/a//r: .* no names with '//'.* is it s3://b/a/r\?"),
         ("gs://b//r", {}, r"is it gs://b/r\?"),
+        ("s3://b/./a/../r", {}, r"s3://b/\./a/\.\./r: .* no names with .*'/\./' or '/\.\./'.* is it s3://b/r\?"),
         ("abfs://c@a.dfs.core.windows.net/x//r", {}, r"is it abfs://c@a\.dfs\.core\.windows\.net/x/r\?"),
         ("s3://b/r", {"endpoint_url": "minio:9000"}, "the endpoint 'minio:9000': expected http://"),
         ("gs://b/r", {"endpoint_url": "localhost:4443"}, "the endpoint 'localhost:4443': expected http://"),
@@ -56,6 +57,12 @@ def test_urls_that_obstore_does_not_know(url: str) -> None:
 def test_what_cannot_be_said_is_refused_by_name(url: str, options: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         client_of(url, options)
+
+
+def test_an_endpoint_in_capitals() -> None:
+    for kind in ("s3", "gs"):
+        assert client_of(f"{kind}://b/r", {"endpoint_url": "HTTP://localhost:1"}).client_options["allow_http"]
+        assert not client_of(f"{kind}://b/r", {"endpoint_url": "HTTPS://localhost:1"}).client_options.get("allow_http")
 
 
 @pytest.mark.parametrize(
