@@ -56,7 +56,9 @@ def open_url(url: str, options: Mapping[str, object]) -> Store:
         lacks = error.filename or "the working directory"
         raise click.UsageError(f"{without_userinfo(url)}: {lacks} is not there: {error.strerror}") from None
     except (ValueError, TypeError, ImportError) as error:
-        raise click.UsageError(Secrets(url, {}).hide(f"{without_userinfo(url)}: {error}")) from None
+        shown = without_userinfo(url)
+        told = str(error) if str(error).startswith(shown) else f"{shown}: {error}"
+        raise click.UsageError(Secrets(url, {}).hide(told)) from None
 
 
 def with_store(command: Command) -> Command:

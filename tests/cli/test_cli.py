@@ -140,6 +140,12 @@ def test_wrong_usage(ckptlib: Ckptlib, arguments: list[str]) -> None:
     assert (result.code, result.out) == (2, "")
 
 
+def test_a_url_is_named_once(ckptlib: Ckptlib) -> None:
+    for url in ("s3:/bucket/run7", "nope://x"):
+        assert f"{url}: {url}" not in (said := ckptlib("ls", url).err)
+        assert url in said
+
+
 def test_a_working_directory_that_was_removed(
     ckptlib: Ckptlib, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
