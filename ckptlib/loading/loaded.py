@@ -7,7 +7,7 @@ of it is kept alive. Plain values tell nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +19,7 @@ from ckptlib.format import gc_pause
 from ckptlib.format.keys import SaveId
 from ckptlib.state.leaf import PerRank, Sharded, is_lazy
 from ckptlib.state.places import own_part
-from ckptlib.state.visitor import is_stateful
+from ckptlib.state.visitor import has_entries, is_stateful
 
 
 class Parts:
@@ -169,7 +169,7 @@ def _collect(node: object, found: list[object]) -> None:
             found.append(node)
     elif isinstance(node, (PerRank, Sharded)):
         _collect(node.value if isinstance(node, PerRank) else node.tensor, found)
-    elif isinstance(node, Mapping):
+    elif has_entries(node):
         for value in node.values():
             _collect(value, found)
     elif isinstance(node, (list, tuple)):

@@ -22,6 +22,8 @@ _WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
 _LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 """The base of DataLoaderShard and DataLoaderDispatcher."""
 
+_TENSOR_DICTS = {("tensordict.base", "TensorDictBase")}
+
 _STATEFUL_LOADERS = {("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
 _NODE_LOADERS = {("torchdata.nodes.loader", "Loader")}
 _COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS | _NODE_LOADERS
@@ -37,6 +39,12 @@ def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, s
         if name in known:
             return name
     return None
+
+
+def is_tensor_dict(node: object) -> bool:
+    """Whether it is one of tensordict's. Their `load_state_dict()` wants an attribute of the very dict that their
+    `state_dict()` gave; their entries are all that there is."""
+    return known_class(node, _TENSOR_DICTS) is not None
 
 
 def unwrapped(optimizer: object) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.paths import join
 from ckptlib.format.tagged_values import MAX_DEPTH
-from ckptlib.state.frameworks import refuse_loader, torch_optimizer, unwrapped
+from ckptlib.state.frameworks import is_tensor_dict, refuse_loader, torch_optimizer, unwrapped
 from ckptlib.state.hidden_state import refuse_hidden
 from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.optimizers import refuse_optimizer
@@ -62,7 +62,7 @@ class Visitor(ABC, Generic[Given]):
             self._optimizers.append((optimizer, path, given))
         elif isinstance(node, torch.Generator):
             self.add_generator(node, path)
-        elif isinstance(node, Mapping):
+        elif has_entries(node) or (isinstance(node, Mapping) and not path):
             if self.add_entries(node, path, given) or (path and self.add_nest(node, path, given)):
                 return
             entry = self.below(node, given)
@@ -175,6 +175,12 @@ def is_plain(node: object) -> bool:
 def is_stateful(node: object) -> bool:
     """Whether an object gives and takes its state."""
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
+
+
+def has_entries(node: object) -> TypeGuard[Mapping[object, object]]:
+    """Whether it is a dict or the like that is walked; one that gives and takes its state may have more than entries.
+    The whole state is a dict, whatever else it is."""
+    return type(node) is dict or (isinstance(node, Mapping) and (not is_stateful(node) or is_tensor_dict(node)))
 
 
 def check_depth(node: object, path: str) -> None:

@@ -232,6 +232,49 @@ def test_an_object_is_no_container(tmp_path: Path) -> None:
     assert scheduler.loaded is None
 
 
+class Averages(dict[str, torch.Tensor]):
+    """Has more than its entries."""
+
+    updates = 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"entries": dict(self), "updates": self.updates}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.update(state["entries"])
+        self.updates = state["updates"]
+
+
+def test_a_dict_with_a_state_of_its_own_is_an_object(tmp_path: Path) -> None:
+    averages = Averages(w=torch.ones(2))
+    averages.updates = 5
+    ckptlib.save(tmp_path, {"averages": averages, "all": [averages]}, 1)
+    found, within = Averages(), Averages()
+    ckptlib.load(tmp_path, {"averages": found, "all": [within]}, 1)
+    assert (found.updates, found["w"].tolist()) == (within.updates, within["w"].tolist()) == (5, [1.0, 1.0])
+
+
+def test_one_of_tensordict_is_a_dict(tmp_path: Path) -> None:
+    class TensorDictBase(Averages):
+        __module__ = "tensordict.base"
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("it wants the very dict")
+
+    ckptlib.save(tmp_path, {"averages": TensorDictBase(w=torch.ones(2))}, 1)
+    found = TensorDictBase(w=torch.zeros(2))
+    ckptlib.load(tmp_path, {"averages": found}, 1)
+    assert found["w"].tolist() == [1.0, 1.0]
+
+
+def test_the_whole_state_is_a_dict_whatever_it_has(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, Averages(w=torch.ones(2)), 1)
+    found = Averages(w=torch.zeros(2))
+    ckptlib.load(tmp_path, found, 1)
+    assert found["w"].tolist() == [1.0, 1.0]
+    assert ckptlib.read(tmp_path).keys() == {"w", "@rng"}
+
+
 def test_nothing_is_added_beside_tensors(tmp_path: Path) -> None:
     ckptlib.save(tmp_path, {"x": {"t": torch.ones(1), "n": 1}}, 1)
     state = {"x": {"t": torch.zeros(1)}}
