@@ -28,11 +28,10 @@ IN_FLIGHT = 2
 """Messages under way in each stream: one is on its way while the one before is being waited for."""
 
 REQUEST_WITHIN = timedelta(days=1)
-"""How long the next request may take to come: longer than any restore, in which a rank that has all that it needs waits
-for others, and a stream that nobody uses for those that are. A peer that ends, or gives up, closes its connection."""
+"""How long the next request may take to come: longer than any restore."""
 
-_DATA, _END, _ANSWER = range(3)
-"""What goes with a message: a byte behind it, and one back when it is there.
+_DATA, _END, _ANSWER, _REQUEST = range(4)
+"""What goes with a message: a byte behind it, and one back when it is there. Requests of all tags come in one line.
 
 These are what is waited for. When a connection closes, gloo (torch 2.13) does not tell a rank that waits for a message
 of which a part has gone through: in 10 of 12 kills in the middle of a body the other rank waited until its time-out.
@@ -88,13 +87,13 @@ class Link:
         Several may be under way; they are waited for in the order in which they were begun. Both raise AgreementFailed.
         """
         with self._reaching(to, "sending to"):
-            return partial(self._end_one, to, "sending to", self._begin_send(to, _tensor(buffer), 3 * tag), buffer)
+            return partial(self._end_one, to, "sending to", self._begin_send(to, _tensor(buffer), 4 * tag), buffer)
 
     def begin_recv(self, frm: int, buffer: memoryview, tag: int) -> Callable[[], None]:
         """Like `recv`, as `begin_send`."""
         with self._reaching(frm, "receiving from"):
             return partial(
-                self._end_one, frm, "receiving from", self._begin_recv(frm, _tensor(buffer), 3 * tag), buffer
+                self._end_one, frm, "receiving from", self._begin_recv(frm, _tensor(buffer), 4 * tag), buffer
             )
 
     def _end_one(self, peer: int, what: str, wait: Callable[[], None], buffer: memoryview) -> None:
@@ -109,18 +108,32 @@ class Link:
         time with each tag. Raises AgreementFailed, with anything in the buffers.
         """
         with self._reaching(peer, "asking"):
-            coming = [self._gloo.recv([_tensor(buffer)], peer, 3 * tag + _DATA) for buffer in answer]
-            self._wait(self._gloo.send([_tensor(request)], peer, 3 * tag + _ANSWER), *reversed(coming))
+            coming = [self._gloo.recv([_tensor(buffer)], peer, 4 * tag + _DATA) for buffer in answer]
+            self._wait(self._gloo.send([_tensor(request)], peer, _REQUEST), *reversed(coming))
 
-    def recv_request(self, frm: int, request: memoryview, tag: int) -> None:
-        """The next one, however long the peer has nothing to ask for. Raises AgreementFailed when it is gone."""
-        with self._reaching(frm, "waiting for a request of"):
-            self._gloo.recv([_tensor(request)], frm, 3 * tag + _ANSWER).wait(REQUEST_WITHIN)
+    def begin_request(self, peer: int, request: memoryview) -> Callable[[], None]:
+        """Sends one that is not answered. Returns a function that waits until the peer has it, as `begin_send` does."""
+        with self._reaching(peer, "asking"):
+            sent = self._gloo.send([_tensor(request)], peer, _REQUEST)
+            return partial(self._end_one, peer, "asking", lambda: self._wait(sent), request)
+
+    def recv_request(self, request: memoryview) -> int:
+        """Waits for the next one, however long nobody has anything to ask for, and returns whose it is.
+
+        Nobody's death ends the wait. Raises AgreementFailed where a peer is lost in the middle of one.
+        """
+        try:
+            work = self._gloo.recv_anysource([_tensor(request)], _REQUEST)
+            work.wait(REQUEST_WITHIN)
+        except RuntimeError as error:
+            self.broken = True
+            raise AgreementFailed(f"waiting for a request failed on rank {self._ranks[self.rank]}: {error}") from error
+        return int(work._source_rank())
 
     def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
         """Sends the answer to a request. Raises AgreementFailed."""
         with self._reaching(to, "answering"):
-            self._wait(*[self._gloo.send([_tensor(buffer)], to, 3 * tag + _DATA) for buffer in answer])
+            self._wait(*[self._gloo.send([_tensor(buffer)], to, 4 * tag + _DATA) for buffer in answer])
 
     def give_up(self, peer: int, why: str) -> AgreementFailed:
         """To be raised where the next message of a peer can no longer be told: all connect anew."""
@@ -136,7 +149,7 @@ class Link:
                 if len(under_way) == IN_FLIGHT:
                     yield _end(*under_way.popleft())
                 end = min(at + CHUNK_BYTES, len(buffer))
-                under_way.append((begin(peer, _tensor(buffer[at:end]), 3 * tag), end))
+                under_way.append((begin(peer, _tensor(buffer[at:end]), 4 * tag), end))
             while under_way:
                 yield _end(*under_way.popleft())
 

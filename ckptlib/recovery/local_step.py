@@ -243,10 +243,10 @@ class OnDisks:
     def _open(self, saved: int) -> LocalShare:
         return LocalShare(self._disk, self._step.parts[saved])
 
-    def close(self) -> None:
-        """Returns when ranks that read here are done, too, or are gone. When this one reads no more."""
+    def close(self, together: bool = True) -> None:
+        """See `Exchange.close`."""
         if self._exchange is not None:
-            self._exchange.close()
+            self._exchange.close(together)
 
 
 def _damage(error: StoreError) -> CkptError:

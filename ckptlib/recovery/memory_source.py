@@ -142,9 +142,10 @@ class InMemory:
         """
         needs = [json.loads(data) for data in self._group.gather(json.dumps(sorted(ranks)).encode())]
         moves = {_Share(move.receiver, move.found.rank): move for move in self._inventory.moves(self._snapshot, needs)}
-        new = [move for key, move in moves.items() if self._moves.setdefault(key, move) is move]
+        new = {key: move for key, move in moves.items() if key not in self._moves}
         if new:
-            self._offer(new)
+            self._offer([*new.values()])
+            self._moves |= new
         memories = self._inventory.memories[self._group.rank]
         mine = ((share, move) for share, move in self._moves.items() if share.reader == self._group.rank)
         self._at = {share.saved: move.found for share, move in mine}
@@ -160,7 +161,7 @@ class InMemory:
         def offered() -> None:
             self._slots |= {found.path: RemoteSlot(there, found) for found, there in exchange.add(moves).items()}
 
-        # on all ranks, before any asks; and one that has no thread to serve with keeps no other waiting
+        # on all ranks, before any asks; where one has no thread to serve with, the next candidate is tried by all
         together(self._group, "offering snapshots", offered)
 
     def _snapshot_in(self, found: Found) -> Snapshot:
@@ -252,10 +253,10 @@ class InMemory:
         self._at = {rank: f for rank, f in self._at.items() if f.place not in dropped}  # where a bring fails, too
         return bool(dropped)
 
-    def close(self) -> None:
-        """Lets go of the slots, when no other rank reads them any more."""
+    def close(self, together: bool = True) -> None:
+        """Lets go of the slots. `together`: see `Exchange.close`."""
         if self._exchange is not None:
-            self._exchange.close()
+            self._exchange.close(together)
         for slot in self._slots.values():
             if isinstance(slot, Slot):
                 slot.close()

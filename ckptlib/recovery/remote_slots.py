@@ -1,14 +1,14 @@
 """A slot on another host, or a share on its disk, read by ranged requests over the Link: only the requested bytes
 travel, straight to their place.
 
-    asker                                       server
-    number of an offer, first byte, bytes  -->  offered to this asker, and not past its end?
-    the reader's own buffer                <--  the bytes, out of a slot's memory or from a disk; or as many zeros
-    verdict                                <--  good, or why they are zeros
+    asker                                                 server
+    number of an offer, first byte, bytes, stream     -->  offered to this asker, and not past its end?
+    the reader's own buffer                           <--  the bytes, out of memory or from a disk; or as many zeros
+    verdict                                           <--  good, or why they are zeros
 
-Both know the offers, from the plan on which all ranks agreed; they are numbered in its order. A few streams for each
-pair of ranks, so that a transfer goes on while a reader checks what came; one request under way in each. A server
-thread waits for its asker until that says that it is done, or is gone: a time-out would close the links to all others.
+Both know the offers, from the plan on which all ranks agreed; they are numbered in its order. An asker has a few
+streams to each server, so that a transfer goes on while a reader checks what came; one request under way in each. A
+server has a few threads, which answer whoever asks next: a job of a thousand ranks has servers with hundreds of askers.
 
 What a peer asks or sends is hostile until checked: a server reads nothing but what was offered to that asker, and
 whoever reads compares digests.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckptlib.catalog.unreadable import UNUSABLE
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NewerFormat, ObjectUnreadable
+from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
 from ckptlib.ranks.link import Link
@@ -40,7 +40,7 @@ from ckptlib.stores.io_limits import RUN_BYTES, IoLimits
 log = logging.getLogger(__name__)
 
 STREAMS = 4
-"""For each pair of an asker and a server."""
+"""For each pair of an asker and a server; and a server's threads."""
 
 PIECE_BYTES = 64 * 1024 * 1024
 """The most that one request asks for; a larger request is not answered."""
@@ -50,11 +50,11 @@ GATHERED = IoLimits(most=RUN_BYTES // 2, direct_from=RUN_BYTES // 2, threads=STR
 CPU as a copy of some megabytes. Their buffers are fresh memory: 0.5 GB in tensors of 3.3 MB took 0.60 s with eight of
 16 MiB, 0.47 with four, and 0.40 with four of 8 MiB."""
 
-_REQUEST = struct.Struct("<QQQ")
-"""Which offer, the first byte, how many."""
+_REQUEST = struct.Struct("<QQQQ")
+"""Which offer, the first byte, how many, and in which stream they are to come."""
 
 _DONE = 2**64 - 1
-"""Instead of an offer: no more requests in this stream."""
+"""Instead of an offer, once for each thread: no rank has more requests."""
 
 _VERDICT = struct.Struct("<?I507s")
 """Whether the bytes are the slot's; where they are not, why: so many bytes of UTF-8, with the error's class."""
@@ -90,7 +90,10 @@ class Exchange(Generic[T]):
         self._open = open_here
         self._offers: dict[int, list[T]] = {}
         """By asker."""
+        self._first_askers: dict[int, int] = {}
+        """By server: the rank that ends its threads."""
         self._threads: list[threading.Thread] = []
+        self._zeros = memoryview(b"")
         self._remotes: dict[int, Remote] = {}
         """By server."""
 
@@ -100,82 +103,103 @@ class Exchange(Generic[T]):
 
     def add(self, moves: Iterable[tuple[T, int, int]]) -> dict[T, RemoteBytes]:
         """`moves`: what, who reads it out from now on, and to whom. Returns what others read out to this rank. All
-        ranks add the same."""
+        ranks add the same. Raises ObjectUnreadable where this rank has no thread to serve with: all are added then."""
         added = {}
         for what, sender, receiver in moves:
+            self._first_askers.setdefault(sender, receiver)
             if sender == self._link.rank:
-                self._offer(receiver, what)
+                self._offers.setdefault(receiver, []).append(what)
             if receiver == self._link.rank:
                 if sender not in self._remotes:
                     self._remotes[sender] = Remote(self._link, sender, self._timeout)
                 added[what] = self._remotes[sender].next_offer()
+        if self._offers:
+            self._start()
         return added
 
-    def _offer(self, to: int, what: T) -> None:
-        known = to in self._offers
-        self._offers.setdefault(to, []).append(what)
-        for stream in () if known else range(STREAMS):
-            thread = threading.Thread(target=self._serve, args=(to, stream), name=f"ckptlib-serve-{to}", daemon=True)
-            thread.start()
+    def _start(self) -> None:
+        self._zeros = self._zeros or memoryview(bytes(PIECE_BYTES))  # which take no memory before they are written to
+        while len(self._threads) < STREAMS:
+            thread = threading.Thread(target=self._serve, name="ckptlib-serve", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ObjectUnreadable(
+                    f"rank {self._link.global_rank(self._link.rank)} cannot read out to others what its host has: "
+                    f"{error}. See ulimit -u, and pids.max of the container's cgroup"
+                ) from error
             self._threads.append(thread)
 
-    def _serve(self, to: int, stream: int) -> None:
+    def _serve(self) -> None:
+        request = memoryview(bytearray(_REQUEST.size))
         try:
-            serve(self._link, to, stream, lambda number: self._offered(to, number))
-        except (AgreementFailed, FormatError) as error:
-            log.error("this rank reads out no more to another rank: %s", error)
+            while True:
+                asker = self._link.recv_request(request)
+                number, at, nbytes, stream = _REQUEST.unpack(request)
+                if number == _DONE:
+                    return
+                self._answer(asker, number, at, nbytes, stream)
+        except AgreementFailed as error:
+            log.error("a thread that reads out to other ranks ends: %s", error)
 
-    def _offered(self, to: int, number: int) -> Offered:
-        offers = self._offers[to]
+    def _answer(self, asker: int, number: int, at: int, nbytes: int, stream: int) -> None:
+        """Also where the asker is gone, or asks for what cannot be answered: others ask next."""
+        who = self._link.global_rank(asker)
+        if not 0 < nbytes <= PIECE_BYTES or stream >= STREAMS:
+            log.error("rank %d asks for %d bytes in stream %d, expected 1 to %d", who, nbytes, stream, PIECE_BYTES)
+            return
+        data, why = self._read_out(asker, number, at, nbytes)
+        if why:
+            log.error("refused a request of rank %d: %s", who, why)
+        text = why.encode()[:507]
+        try:
+            self._link.answer(asker, [data, memoryview(_VERDICT.pack(not why, len(text), text))], stream)
+        except AgreementFailed as error:
+            log.error("%s", error)
+
+    def _read_out(self, asker: int, number: int, at: int, nbytes: int) -> tuple[memoryview, str]:
+        """The requested bytes; or zeros, and why."""
+        try:
+            found = self._offered(asker, number)
+            data = found.view(at, nbytes)
+            if len(data) == nbytes and at + nbytes <= found.end:  # it may have grown, or been cut, since it was mapped
+                return data, ""
+            why = f"{CorruptData.__name__}: {found.where}: [{at}:+{nbytes}] is past its end, {found.end:,}"
+        except Exception as error:  # of any kind, such as MemoryError: whoever asks would wait for its time-out
+            why = f"{type(error).__name__}: {error}"
+        return self._zeros[:nbytes], why
+
+    def _offered(self, asker: int, number: int) -> Offered:
+        offers = self._offers.get(asker, [])
         if number >= len(offers):
-            raise FormatError(f"rank {self._link.global_rank(to)} asks for offer {number}, of {len(offers)}")
+            raise FormatError(f"rank {self._link.global_rank(asker)} asks for offer {number}, of {len(offers)}")
         return self._open(offers[number])
 
-    def close(self) -> None:
-        """Returns when the ranks that read here are done, too, or are gone. When this one reads no more."""
-        for remote in self._remotes.values():
-            remote.close()
+    def close(self, together: bool) -> None:
+        """`together`: whether all ranks come here, having agreed that none reads any more. Else the threads wait on,
+        and the link with them: it must not be closed under them."""
+        if together:
+            self._end_threads()
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("what other ranks read from this rank is not known to be over: its threads are left alone")
+            return
+        self._link.close()
+
+    def _end_threads(self) -> None:
+        """Those of the ranks that this one was the first to ask, and its own."""
+        word = memoryview(bytearray(_REQUEST.pack(_DONE, 0, 0, 0)))
+        servers = [server for server, asker in self._first_askers.items() if asker == self._link.rank]
+        try:
+            sent = [self._link.begin_request(server, word) for server in servers for _ in range(STREAMS)]
+            for _ in range(STREAMS - len(self._threads) if self._offers else 0):  # which could not be started
+                self._link.recv_request(memoryview(bytearray(_REQUEST.size)))
+            for wait in sent:
+                wait()
+        except AgreementFailed as error:
+            log.warning("%s", error)
         deadline = time.monotonic() + self._timeout.total_seconds()
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        if any(thread.is_alive() for thread in self._threads):
-            log.warning("ranks that read from this rank have neither finished nor disconnected")
-            return  # the link must not be closed under them
-        self._link.close()
-
-
-def serve(link: Link, to: int, stream: int, offered: Callable[[int], Offered]) -> None:
-    """Answers the requests of one stream until the asker is done.
-
-    `offered`: that of a number; raises CkptError when there is none that can be read. Raises AgreementFailed
-    when the asker is gone, FormatError for a request that cannot be answered.
-    """
-    request = memoryview(bytearray(_REQUEST.size))
-    while True:
-        link.recv_request(to, request, stream)
-        number, at, nbytes = _REQUEST.unpack(request)
-        if number == _DONE:
-            return
-        if not 0 < nbytes <= PIECE_BYTES:
-            raise FormatError(f"rank {link.global_rank(to)} asks for {nbytes:,} bytes, expected 1 to {PIECE_BYTES:,}")
-        data, why = _read_out(offered, number, at, nbytes)
-        if why:
-            log.error("refused a request of rank %d: %s", link.global_rank(to), why)
-        text = why.encode()[:507]
-        link.answer(to, [data, memoryview(_VERDICT.pack(not why, len(text), text))], stream)
-
-
-def _read_out(offered: Callable[[int], Offered], number: int, at: int, nbytes: int) -> tuple[memoryview, str]:
-    """The requested bytes; or zeros, and why."""
-    try:
-        found = offered(number)
-        data = found.view(at, nbytes)
-        if len(data) == nbytes and at + nbytes <= found.end:  # it may have grown, or been cut, since it was mapped
-            return data, ""
-        why = f"{CorruptData.__name__}: {found.where}: [{at}:+{nbytes}] is past its end, {found.end:,}"
-    except CkptError as error:
-        why = f"{type(error).__name__}: {error}"
-    return memoryview(bytes(nbytes)), why
 
 
 class Remote:
@@ -224,7 +248,7 @@ class Remote:
 
     def _read(self, stream: int, number: int, at: int, buffer: memoryview) -> None:
         verdict = bytearray(_VERDICT.size)
-        request = memoryview(_REQUEST.pack(number, at, len(buffer)))
+        request = memoryview(_REQUEST.pack(number, at, len(buffer), stream))
         self._link.ask(self._frm, request, [buffer, memoryview(verdict)], stream)
         good, length, text = _VERDICT.unpack(verdict)
         if not good:
@@ -233,14 +257,6 @@ class Remote:
             raise kind(f"rank {self._link.global_rank(self._frm)} says: {reason}")
         with self._lock:
             self.nbytes_received += len(buffer)
-
-    def close(self) -> None:
-        """Tells the server that this rank is done; it may be gone."""
-        try:
-            for stream in range(STREAMS) if self._failure is None else ():
-                self._link.ask(self._frm, memoryview(_REQUEST.pack(_DONE, 0, 0)), [], stream)
-        except AgreementFailed as error:
-            log.warning("%s", error)
 
 
 class RemoteBytes:

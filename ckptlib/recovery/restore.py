@@ -11,8 +11,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -24,10 +24,7 @@ from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.no_step import refuse_fresh, warn_of_traces
 from ckptlib.catalog.unreadable import UNREADABLE, UNUSABLE
 from ckptlib.checkpoint import LoadOrder, load_step
-from ckptlib.errors import (
-    CheckpointNotFound,
-    ObjectUnreadable,
-)
+from ckptlib.errors import AgreementFailed, CheckpointNotFound, CkptError, ObjectUnreadable
 from ckptlib.events import Restored
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId, checked_step
@@ -258,7 +255,7 @@ def _restore_from(
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
     again = True
-    try:
+    with _closed_together(source):
         while True:
             try:
                 return load(source)
@@ -270,8 +267,20 @@ def _restore_from(
                 again = False  # what was altered on its way is read once more
                 if session.group.rank == 0:
                     log.warning("retrying step %s in memory once, where no slot is damaged: %s", candidate.save, error)
+
+
+@contextmanager
+def _closed_together(source: InMemory | OnDisks) -> Iterator[None]:
+    """Closes it in the end, with the other ranks where all come there: other errors than theirs may be this one's."""
+    together = False
+    try:
+        yield
+        together = True
+    except CkptError as error:
+        together = not isinstance(error, AgreementFailed)
+        raise
     finally:
-        source.close()
+        source.close(together)
 
 
 def _load_from_store(session: Session, candidate: Candidate, load: Load) -> Result:
@@ -288,7 +297,8 @@ def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> Resu
     group, over, timeout = session.group, session.over, session.settings.timeout
     with LocalStore(str(session.settings.local.path)) as store:
         disk = Catalog(store, session.catalog)
-        with closing(OnDisks(group, over, disk, candidate.local, timeout)) as source:
+        source = OnDisks(group, over, disk, candidate.local, timeout)
+        with _closed_together(source):
             return load(source)
 
 

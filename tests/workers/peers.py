@@ -145,9 +145,9 @@ def _watch_recoveries() -> list[int]:
     found: list[int] = []
     close = memory_source.InMemory.close
 
-    def watched(self: memory_source.InMemory) -> None:
+    def watched(self: memory_source.InMemory, together: bool) -> None:
         found.append(self.num_received)
-        close(self)
+        close(self, together)
 
     memory_source.InMemory.close = watched  # type: ignore[method-assign]
     return found

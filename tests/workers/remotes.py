@@ -33,7 +33,7 @@ from workers.no_threads import NO_STACK
 from workers.rank_slots import CAPACITY, STATE, content_of, flip, seal, slot_of
 from workers.three_ranks import PATIENCE, rank, run_cases, world
 
-from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NotBrought, ObjectNotFound
+from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NotBrought, ObjectNotFound, ObjectUnreadable
 from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
@@ -43,6 +43,7 @@ from ckptlib.loading.reader import Reader
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.ranks.meeting import group_of
+from ckptlib.ranks.together import together
 from ckptlib.reading.reader import Want
 from ckptlib.reading.source import own_rank
 from ckptlib.recovery import remote_slots as remote_module
@@ -63,7 +64,7 @@ PIECE_BYTES = 1 << 20
 """The most that one request asks for, here: a small body takes several."""
 
 DONE = 2**64 - 1
-REQUEST, VERDICT = struct.Struct("<QQQ"), struct.Struct("<?I507s")
+REQUEST, VERDICT = struct.Struct("<QQQQ"), struct.Struct("<?I507s")
 """As remote.py describes them."""
 
 
@@ -81,7 +82,9 @@ def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange[F
     slots = slots_of(exchange, *(Transfer(found, sender, receiver) for sender, receiver in moves))
     dist.barrier()
     yield exchange, slots
-    exchange.close()
+    dist.barrier()
+    exchange.close(together=True)
+    assert not serving()
 
 
 def slots_of(exchange: Exchange[Found], *moves: Transfer) -> list[RemoteSlot]:
@@ -90,7 +93,14 @@ def slots_of(exchange: Exchange[Found], *moves: Transfer) -> list[RemoteSlot]:
 
 
 def open_here(found: Found) -> Slot:
+    if found.path.endswith("-huge"):
+        raise MemoryError("no memory is left")
     return Slot.open(Path(found.path))
+
+
+def serving() -> int:
+    """So many threads of this rank read out to others."""
+    return sum(thread.name == "ckptlib-serve" for thread in threading.enumerate())
 
 
 def as_it_is(directory: Path) -> None:
@@ -101,6 +111,7 @@ def as_it_is(directory: Path) -> None:
             (directory / "content").write_bytes(content_of(slot, header))
         with exchanging(slot, (0, 1), (0, 2)) as (exchange, slots):
             assert len(slots) == (rank() > 0)
+            assert serving() == (STREAMS if rank() == 0 else 0), "for however many ranks"
             expected = (directory / "content").read_bytes()
             for there in slots:
                 header = there.read_header()
@@ -126,11 +137,11 @@ def what_is_not_there(directory: Path) -> None:
         seal(slot, 1, 0)
         found = shared(slot)
         exchange = Exchange(world(), PATIENCE, lru_cache(open_here))
-        paths = found.path, found.path + "x"
+        paths = found.path, found.path + "x", found.path + "-huge"
         slots = slots_of(exchange, *(Transfer(replace(found, path=path), 0, 1) for path in paths))
         dist.barrier()
         if rank() == 1:
-            there, gone = slots
+            there, gone, huge = slots
             for at, nbytes in ((2**40, 1), (PAGE_BYTES + CAPACITY, 2 * PIECE_BYTES)):
                 with pytest.raises(CorruptData, match=r"rank 0 says: .*is past its end"):
                     there.view(at, nbytes)
@@ -141,8 +152,10 @@ def what_is_not_there(directory: Path) -> None:
             there.view(5000, 96)
             with pytest.raises(FormatError, match=r"rank 0 says: .*cannot be opened as a slot"):
                 gone.read_header()
+            with pytest.raises(ObjectUnreadable, match="rank 0 says: no memory is left"):
+                huge.read_header()
             there.view(5000, 96)
-        exchange.close()
+        exchange.close(together=True)
         dist.barrier()
 
 
@@ -184,9 +197,12 @@ def liars_who_ask(directory: Path) -> None:
                 assert data == bytes(len(data))
                 assert why in text, (request, text)
             assert _ask(link, 0, 0, 20)[:2] == (True, slot.view(0, 20)), "all ranks have the same"
-            for stream, nbytes in enumerate((2**63, PIECE_BYTES + 1, 0)):
-                link.ask(0, memoryview(REQUEST.pack(0, 0, nbytes)), [], stream)
-            link.ask(0, memoryview(REQUEST.pack(DONE, 0, 0)), [], STREAMS - 1)
+            for stream, nbytes in ((0, 2**63), (1, PIECE_BYTES + 1), (2, 0), (STREAMS, 8), (2**64 - 1, 8)):
+                link.begin_request(0, memoryview(REQUEST.pack(0, 0, nbytes, stream)))()
+            assert _ask(link, 0, 0, 20)[0]
+            dist.barrier()
+            for _ in range(STREAMS):
+                link.begin_request(0, memoryview(REQUEST.pack(DONE, 0, 0, 0)))()
             dist.barrier()
             link.close()
             return
@@ -195,13 +211,15 @@ def liars_who_ask(directory: Path) -> None:
         dist.barrier()
         for there in slots:
             check_body(there, SnapshotReader().read(there, there.read_header()))
-        exchange.close()
+        dist.barrier()
+        exchange.close(together=True)
         dist.barrier()
 
 
 def _ask(link: Link, number: int, at: int, nbytes: int) -> tuple[bool, bytes, bytes]:
     data, verdict = bytearray(nbytes), bytearray(VERDICT.size)
-    link.ask(0, memoryview(REQUEST.pack(number, at, nbytes)), [memoryview(data), memoryview(verdict)], STREAMS - 1)
+    request = memoryview(REQUEST.pack(number, at, nbytes, STREAMS - 1))
+    link.ask(0, request, [memoryview(data), memoryview(verdict)], STREAMS - 1)
     good, length, text = VERDICT.unpack(verdict)
     return good, bytes(data), text[:length]
 
@@ -286,6 +304,7 @@ def only_what_is_needed(directory: Path) -> None:
         lacking = found.nbytes if rank() > 0 else 0
         assert lacking <= source.nbytes_received <= lacking + 8 * PAGE_BYTES, "documents are small here"
         assert source.num_received == (0, 2, 2)[rank()], "with the one that its values are from"
+        dist.barrier()
         source.close()
 
 
@@ -315,21 +334,29 @@ def another_copy(directory: Path) -> None:
 
 
 def no_thread_to_serve_with(directory: Path) -> None:
-    """On rank 0, which has what the others lack, and serves rank 2 already: no rank goes on without it."""
+    """On rank 0, which has what the others lack: all ranks are told, and the next candidate is tried."""
     here, group = directory / f"memory{rank()}", group_of(None, PATIENCE)
     here.mkdir()
     with slot_of(here, CAPACITY) as slot:
-        if rank() == 0:
-            seal(slot, 1, 0)
+        if rank() < 2:
+            seal(slot, 1, rank())
         inventory = Inventory(group.gather(describe(look([slot], ROOT_ID), [memory_of(here)], boot_id(), [0])))
-        snapshot, timeout = SnapshotId(SaveId(1, GenerationId(1, "00000001")), 1, 3), timedelta(seconds=5)
-        source = InMemory(group, world(), inventory, snapshot, timeout)
-        source.bring({0} if rank() == 2 else set())
-        before = threading.stack_size(NO_STACK if rank() == 0 else 0)
-        with pytest.raises(RuntimeError if rank() == 0 else AgreementFailed, match="thread"):
-            source.bring({0} if rank() == 1 else set())
-        threading.stack_size(before)
-        source.close()
+        snapshot = SnapshotId(SaveId(1, GenerationId(1, "00000001")), 1, 3)
+        for has_one_later in (False, True):
+            source = InMemory(group, world(), inventory, snapshot, PATIENCE)
+            source.bring({1} if rank() == 2 else set())
+            before = threading.stack_size(NO_STACK if rank() == 0 else 0)
+            with pytest.raises(ObjectUnreadable, match=r"rank 0 .*thread.* See ulimit -u"):
+                source.bring({0} if rank() > 0 else set())
+            threading.stack_size(before)
+            if has_one_later:
+                source.bring({0} if rank() > 0 else set())
+                assert source.part(0).rank == 0
+                dist.barrier()
+            began = time.monotonic()
+            source.close()
+            assert time.monotonic() - began < PATIENCE.total_seconds() / 2
+            assert not serving()
 
 
 def long_restore(directory: Path) -> None:
@@ -347,7 +374,7 @@ def long_restore(directory: Path) -> None:
                 time.sleep(0.2)
                 check_body(there, SnapshotReader().read(there, there.read_header()))
         dist.barrier()
-        exchange.close()
+        exchange.close(together=True)
 
 
 def shares_on_disks(directory: Path) -> None:
@@ -367,11 +394,11 @@ def shares_on_disks(directory: Path) -> None:
             with pytest.raises(NotBrought):
                 source.part((rank() + 1) % 3)
             source.bring({0, 1, 2})
-            reader.read([want], lambda nbytes: None)
+            together(group, "reading", lambda: reader.read([want], lambda nbytes: None))
 
     read()
     assert np.array_equal(found.numpy(), tensors["w"])
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckptlib-serve")]
+    assert not serving()
     (pack,) = (directory / "disk2").glob("packs/*/*")
     for damage, kind in ((lambda: os.truncate(pack, 10_000), FormatError), (pack.unlink, ObjectNotFound)):
         dist.barrier()
@@ -414,8 +441,7 @@ def more_is_asked_for_later(directory: Path) -> None:
             source.bring(needed if rank() == 2 else set())
         readable = [0, 1, 2] if rank() == 2 else [0, 1]
         assert [source.part(saved).rank for saved in readable] == readable
-        serving = [thread for thread in threading.enumerate() if thread.name.startswith("ckptlib-serve")]
-        assert len(serving) == (STREAMS if rank() == 0 else 0)
+        assert serving() == (STREAMS if rank() == 0 else 0)
         dist.barrier()
 
 
@@ -447,7 +473,7 @@ def killed(directory: Path) -> None:
             with ThreadPoolExecutor(2 * STREAMS) as executor:
                 reads = [executor.submit(there.view, 0, PIECE_BYTES) for _ in range(2 * STREAMS)]
             assert [type(read.exception()) for read in reads] == [AgreementFailed] * len(reads)
-        exchange.close()
+        exchange.close(together=False)
 
 
 CASES = [
