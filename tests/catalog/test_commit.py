@@ -39,6 +39,7 @@ from ckptlib.errors import (
 from ckptlib.format import keys
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.manifest import TrashRecord
 from ckptlib.format.part import FailedPart, Part
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
@@ -231,6 +232,25 @@ def test_what_rank_0_has_given_up_is_not_committed_by_its_next_writer(catalog: C
     call = lambda: committer.commit_when_whole(save, 2, seconds(60))  # noqa: E731
     refused(catalog, save, call, SaveFailed, "rank 0 failed: the store was away")
     assert Committer(catalog).commit_when_whole(save, 2, seconds(60)).world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("left", "in_doubt"),
+    [("its part", False), ("its part, and a trash record", True), ("nothing", True)],
+)
+def test_what_a_dead_committer_had_may_be_there_where_a_sweep_may_have_taken_the_rest(
+    catalog: Catalog, left: str, in_doubt: bool
+) -> None:
+    """Nobody commits what lacks a part, unless the part went later: then it is no proof."""
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    catalog.store.delete(*(name.key for name in names[left != "nothing" :]))
+    if "record" in left:
+        catalog.store.put(save.trash_key, TrashRecord(save, "never committed").encode())
+    committer = Committer(catalog)
+    committer.doubt(save)
+    with pytest.raises(SaveFailed, match="no part came from"):
+        committer.commit_when_whole(save, 2, seconds(0.05))
+    assert committer.may_have_put(save) == in_doubt
 
 
 def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
