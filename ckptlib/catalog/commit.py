@@ -104,7 +104,6 @@ class Committer:
         catalog = self.catalog
         if left or self._doubted is not None:
             check_packs(catalog, save, names)  # that step would keep what this one uses, were it not gone
-        catalog.shared.check_there()
         orphaned = check_may_commit(catalog, save)
         if orphaned:
             check_kept(catalog, manifest, orphaned)
