@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import FormatError
+from ckptlib.errors import AgreementFailed, FormatError
 from ckptlib.format.documents import MAX_BYTES
 from ckptlib.format.keys import PartName
 from ckptlib.format.part import Part
@@ -56,14 +56,23 @@ class RemoteShare:
     def part(self) -> bytes:
         """Raises FormatError, too, where it is too large to be one."""
         head = bytearray(_LENGTH.size)
-        self._there.read_at(0, memoryview(head))
+        self._read_at(0, memoryview(head))
         (nbytes,) = _LENGTH.unpack(head)
         if nbytes > MAX_BYTES:
             raise FormatError(f"rank {self._there.server} offers a part of {nbytes:,} bytes, expected {MAX_BYTES:,}")
         part = bytearray(nbytes)
-        self._there.read_at(_LENGTH.size, memoryview(part))
+        self._read_at(_LENGTH.size, memoryview(part))
         return bytes(part)
 
     def read_into(self, pack: int, offset: int, buffer: memoryview) -> None:
         """`pack`: its position in the part."""
-        self._there.read_at((1 + pack) * _PACK_BYTES + offset, buffer)
+        self._read_at((1 + pack) * _PACK_BYTES + offset, buffer)
+
+    def _read_at(self, at: int, buffer: memoryview) -> None:
+        try:
+            self._there.read_at(at, buffer)
+        except AgreementFailed as error:
+            raise AgreementFailed(
+                f"{error}. Rank {self._there.server} reads its local disk: if that hangs, take its host out of the "
+                "job, or start the job without `local`, which restores the newest step that the store has"
+            ) from error

@@ -48,6 +48,7 @@ from ckptlib.reading.reader import Want
 from ckptlib.reading.source import own_rank
 from ckptlib.recovery import remote_slots as remote_module
 from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, Transfer, describe, look
+from ckptlib.recovery.local_share import RemoteShare
 from ckptlib.recovery.local_step import OnDisks, whole
 from ckptlib.recovery.local_step import look as look_at_disk
 from ckptlib.recovery.memory_source import InMemory
@@ -410,6 +411,26 @@ def shares_on_disks(directory: Path) -> None:
         assert rank() == 2 or "rank 2 says: " in str(caught.value)
 
 
+def disk_that_hangs(directory: Path) -> None:
+    """Rank 0's, as it reads out. The other rank is told at its time-out what to do."""
+    ended = threading.Event()
+
+    class Hangs:
+        where, end = "a disk", 1 << 45
+
+        def view(self, at: int, nbytes: int) -> memoryview:
+            ended.wait(60)
+            return memoryview(bytes(nbytes))
+
+    exchange = Exchange(world(), timedelta(seconds=0.5) if rank() else PATIENCE, lambda what: Hangs())
+    for there in exchange.add([("its share", 0, 1)]).values():
+        with pytest.raises(AgreementFailed, match=r"within .* Rank 0 reads its local disk .* without `local`"):
+            RemoteShare(there).part()
+    dist.barrier()
+    ended.set()
+    exchange.close(together=False)
+
+
 def values_for_a_warning_alone(directory: Path) -> None:
     """Those of the last rank are compared with rank 0's where they are on its host, and sent from no other."""
     tensors = {"w": np.arange(24, dtype=np.int64)}
@@ -489,6 +510,7 @@ CASES = [
     shares_on_disks,
     more_is_asked_for_later,
     values_for_a_warning_alone,
+    disk_that_hangs,  # whose threads are left
     killed,
 ]
 
