@@ -122,7 +122,7 @@ def restore(
     laps.end("wait")
     _finish(session)
     on_disks = _look_at_disks(session, step)
-    skipped, useless = Skipped(), set[SaveId]()  # the latter are of what the disks hold
+    skipped = Skipped()
     untried, in_part = Untried(session, inventory, on_disks, step), inventory.in_part()
     laps.end("list")
     while (candidate := untried.take()) is not None:
@@ -132,8 +132,6 @@ def restore(
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
             skipped.add(candidate, error)
-            if candidate.local is not None:
-                useless.add(candidate.save)
             if candidate.snapshot is not None:  # nobody waited for its writers, some of which may yet have it to commit
                 _await_orphans(session, untried.next)
                 _finish(session)
@@ -163,7 +161,7 @@ def restore(
             phases=phases,
             seconds=sum(phases.values()),
         )
-        session.tier.note_restored(candidate.save.step, on_disks.keys() - useless)
+        session.tier.note_restored(candidate.save.step, on_disks)
         session.stopwatch.restored(report.tier)
         num_skipped = len(report.skipped)
         session.listener.tell(Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, num_skipped))
