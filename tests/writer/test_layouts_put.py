@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from helpers.actors import ActorStore
 from helpers.persists import OneRank
 
-from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.commit import Committer
 from ckptlib.format import keys
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer.drained_parents import DrainedParents
+from ckptlib.writer.persist import Persister
 
 
 def test_a_layout_that_went_with_its_steps_is_put_again_when_the_state_has_it_again(tmp_path: Path) -> None:
@@ -27,3 +31,21 @@ def test_a_layout_that_went_with_its_steps_is_put_again_when_the_state_has_it_ag
         job.check(part, evaluates)
         assert store.get(layout) == store.get(keys.copy_key(layout))
         job.save(trains)
+
+
+def test_a_layout_that_a_sweep_of_the_disk_removes_before_a_part_names_it_is_put_again(tmp_path: Path) -> None:
+    """Another rank's sweep has seen no part with it."""
+    job = OneRank(tmp_path, MemoryStore(), "raw")
+    disk, removed = ActorStore(MemoryStore()), list[str]()
+
+    def sweep(op: str, key: str) -> None:
+        if op == "put" and key.startswith(keys.PARTS):
+            removed.extend(entry.key for entry in disk.scan(keys.LAYOUTS))
+            disk.delete(*removed)
+
+    disk.before = sweep
+    save, slot = job.slot({"w": np.zeros(4, np.float32)})
+    drained = DrainedParents(lambda: Steps([], []))
+    part = Persister(disk, ThreadPoolExecutor(1), 0, 1, drained=drained).persist(slot, save)
+    slot.unlink()
+    assert removed == [keys.layout_key(part.table.layout)] == [entry.key for entry in disk.scan(keys.LAYOUTS)]

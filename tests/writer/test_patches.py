@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.persists import OneRank
+from helpers.persists import OneRank, num_summaries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs.codec import Content
 from ckptlib.codecs.keyframes import Trials
 from ckptlib.codecs.patch import PatchCodec
+from ckptlib.errors import CorruptData
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.places import Base, Coding, Loss
@@ -222,6 +223,21 @@ def test_whatever_changes_and_whenever_it_is_committed_it_comes_back(data: st.Da
                 changed.add(chunk)
         table.save(late=data.draw(st.integers(0, 5)), changed=changed)
         assert all(table.num_kept(chunk) <= KEYFRAMES_KEPT for chunk in range(3))
+
+
+def test_no_summary_stays_of_a_save_that_failed(tmp_path: Path) -> None:
+    """What changed in memory was summarized under the digest of what was sealed: a patch against it would give others
+    back."""
+    table = np.random.default_rng(0).normal(size=(4000, WIDTH)).astype(np.float32)
+    job = OneRank(tmp_path, MemoryStore(), "planes")
+    job.save({"table": table})
+    assert num_summaries(job) > 0
+    save, slot = job.slot({"table": table + 1})
+    slot.body[5] ^= 1
+    with pytest.raises(CorruptData, match="changed in memory"):
+        job.persister.persist(slot, save)
+    slot.unlink()
+    assert job.persister._coder._patches is None
 
 
 def test_the_base_of_a_chunk_is_what_its_parent_stored_whole(tmp_path: Path) -> None:
