@@ -84,6 +84,8 @@ class FsspecStore(Store):
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
         self._lists_flat = _lists_flat(fs)
+        self._was_there = False
+        """Whether anybody has answered."""
 
     def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
         """Calls a method of the filesystem that moves so many bytes; again where it takes too long, or where the
@@ -98,7 +100,9 @@ class FsspecStore(Store):
         while True:
             tried = time.monotonic()
             try:
-                return self._attempt(name, min(limit_s, max(end - tried, 0.0)), *args, **kwargs)
+                found = self._attempt(name, min(limit_s, max(end - tried, 0.0)), *args, **kwargs)
+                self._was_there = True
+                return found
             except TimeoutError:
                 now = time.monotonic()
                 until = min(until, now + RETRY_S)
@@ -215,16 +219,27 @@ class FsspecStore(Store):
     def _below(self, path: str) -> Iterable[dict[str, Any]]:
         """Every file. Some hundred thousand take longer than one listing may: then each directory has its own."""
         if self._lists_flat:
+            self._check_there(path)
             with contextlib.suppress(StoreTimeout):
                 return self._find(path)
         return self._walk(path)
+
+    def _check_there(self, path: str) -> None:
+        """Of a wrong address, the listings would take four minutes to tell. Raises StoreTimeout."""
+        if not self._was_there:
+            try:
+                self._call("exists", _bucket(path))
+            except StoreTimeout:
+                raise
+            except Exception:  # an answer; what is wrong, the listing tells
+                self._was_there = True
 
     def _find(self, path: str) -> list[dict[str, Any]]:
         try:
             found = self._call("find", path, detail=True, nbytes=LISTING_NBYTES)
         except FileNotFoundError:
             found = {}
-        if not found and self._fs.async_impl and not self._call("exists", path.lstrip("/").partition("/")[0]):
+        if not found and self._fs.async_impl and not self._call("exists", _bucket(path)):
             raise NoBucket("no such bucket")  # of which some find nothing without a word
         return list(found.values()) if isinstance(found, dict) else []  # a list: adlfs, when the path is an object
 
@@ -283,8 +298,9 @@ class FsspecStore(Store):
         try:
             yield
         except StoreTimeout as error:
+            why = "" if self._was_there else ", or not at this address: check the URL, the endpoint or account, and DNS"
             raise StoreTimeout(
-                f"{self.url}/{key}: cannot {doing}: {error}; the store may be down, or too slow"
+                f"{self.url}/{key}: cannot {doing}: {error}; the store may be down, or too slow{why}"
             ) from None
         except CkptError:
             raise
@@ -310,6 +326,10 @@ class FsspecStore(Store):
             kind = ObjectUnreadable if doing == "get" and not concerns_all(error) else StoreDenied
             cause += "; check the credentials, and what they may do there"
         return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
+
+
+def _bucket(path: str) -> str:
+    return path.lstrip("/").partition("/")[0]
 
 
 class NoBucket(Exception):

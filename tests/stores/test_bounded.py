@@ -133,6 +133,22 @@ def test_what_is_too_much_for_one_listing_is_listed_by_directories(
     deaf.freed.set()
 
 
+def test_nobody_is_asked_for_a_listing_who_was_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take minutes; a name that is not known is told by the client as late."""
+    monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
+    asked = {name: Deaf(float("inf")) for name in ("exists", "find", "ls")}
+    with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
+        for name, deaf in asked.items():
+            monkeypatch.setattr(client_of(store), name, deaf(getattr(client_of(store), name)))
+        with pytest.raises(StoreTimeout, match=r"cannot list: .* not at this address: check the URL, .* and DNS"):
+            store.scan("a/")
+        for deaf in asked.values():
+            deaf.freed.set()
+        assert asked["exists"].asked
+        assert not asked["find"].asked
+        assert not asked["ls"].asked
+
+
 @pytest.mark.parametrize("op", ["put", "get_into"])
 def test_nothing_is_asked_after_the_deadline(store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec_store, "RETRY_S", 1e9)
