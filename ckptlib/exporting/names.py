@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.policy.patterns import covers
+from ckptlib.policy.patterns import Patterns
 
 OWN = "@"
 """Begins the names of what ckptlib adds to a state, such as "@rng"; exported only when `only` says so."""
@@ -43,8 +43,13 @@ class Naming:
         Raises StateMismatch where something that was asked for is not there, UnsupportedState for names that no file
         can have, or that two tensors would have.
         """
-        wanted = [name for name in names if self._wants(name)]
-        idle = [p for p in self.only or () if not any(covers(p, name) for name in names)]
+        wanted = [name for name in names if not name.startswith(OWN)]
+        idle: list[str] = []
+        if self.only is not None:
+            patterns = Patterns(self.only)
+            found = {name: patterns.covering(name) for name in names}
+            wanted, met = [name for name in names if found[name]], set[str]().union(*found.values())
+            idle = [pattern for pattern in self.only if pattern not in met]
         idle += self._idle(wanted)
         stripped = {name: name.removeprefix(self.strip) for name in wanted}
         if idle or not wanted:
@@ -77,11 +82,6 @@ class Naming:
     def rename(self, name: str) -> str:
         """One name, by `strip` and `map`."""
         return self._renamed(name.removeprefix(self.strip))
-
-    def _wants(self, name: str) -> bool:
-        if self.only is None:
-            return not name.startswith(OWN)
-        return any(covers(pattern, name) for pattern in self.only)
 
     def _renamed(self, name: str) -> str:
         olds = [old for old in self.map if _begins(name, old)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 import ckptlib
 from ckptlib.exporting import stream
 from ckptlib.exporting.files import parse_size
+from ckptlib.exporting.names import Naming
 
 KEPT = sorted(DATA.glob("written-by-*"))
 
@@ -217,3 +219,18 @@ def test_sizes() -> None:
     for wrong in ("", "5 apples", "-1", "0", "GB"):
         with pytest.raises(ValueError, match="expected a number of bytes"):
             parse_size(wrong)
+
+
+class Name(str):
+    looks = 0
+
+    def startswith(self, *arguments: Any) -> bool:
+        Name.looks += 1
+        return super().startswith(*arguments)
+
+
+def test_thousands_of_names_are_not_compared_with_one_another() -> None:
+    names = [Name(f"model/{i}.weight") for i in range(200)]
+    chosen = Naming([*map(str, names)], "model/", {}).choose(names, {}, "here")
+    assert [one.saved for one in chosen] == names
+    assert Name.looks < 10 * 200
