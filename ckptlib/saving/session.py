@@ -175,7 +175,7 @@ class Session:
         notices = notices_over(self.over, f"{self.root.id}/{self.generation}", settings.timeout)
         self.news = News(notices, self.group.rank, self.group.size, self.store.is_local)
         self.tier = TierState(local, self.generation, self.group.rank, self.writer)
-        self.store_state = StoreState(self.writer, self.snapshots, self.lineage)
+        self.store_state = StoreState(self.writer, self.snapshots, self.lineage, self.group.size)
         self.outcomes = Outcomes(
             self.group.rank,
             self.writer,

@@ -22,8 +22,9 @@ TELL_OF_IT = ("ready", "waiting", "begun", "not-begun", "swept", "warned")
 class StoreState:
     """Of one rank; whoever calls takes in what the writer says."""
 
-    def __init__(self, writer: Writer, snapshots: Snapshots, lineage: Lineage) -> None:
-        self._writer, self._snapshots, self._lineage = writer, snapshots, lineage
+    def __init__(self, writer: Writer, snapshots: Snapshots, lineage: Lineage, size: int) -> None:
+        """`size`: how many ranks save together."""
+        self._writer, self._snapshots, self._lineage, self._size = writer, snapshots, lineage, size
         self._told_waiting: str | None = None
         """The save whose wait was logged."""
         self._told_unrecorded = False
@@ -58,6 +59,8 @@ class StoreState:
         """The reason that this rank's slots are busy, for messages."""
         waiting, steps = self._writer.waiting, [keys.parse_save(save).step for save in self._snapshots.persisting_saves]
         at = "nothing of this rank is being written, so it waits for other ranks"
+        if self._size == 1:
+            at = "what was taken is written, but for its commit"
         if steps:
             at = f"step {', then '.join(map(str, steps))} is being written"
         if waiting is None:

@@ -208,6 +208,17 @@ def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, w
     ckptlib.load(outage.job.root, outage.job.state)
 
 
+def test_one_rank_that_waits_for_a_commit_does_not_name_other_ranks(outage: Outage) -> None:
+    with outage.checkpointer(every=10**6, save_deadline=PATIENCE) as ckpt:
+        outage.plan({"op": "put", "key": "^steps/", "action": "hold"})
+        pending = ckpt.save(1)
+        pending.wait_released(WAIT_S)
+        with pytest.raises(WaitTimeout, match="it may still be: what was taken is written, but for its commit"):
+            pending.wait_committed(0)
+        outage.plan()
+        pending.wait_committed(WAIT_S)
+
+
 @pytest.mark.parametrize("once", [True, False])
 def test_a_store_that_fails_behind_the_manifest_is_asked_once_more(outage: Outage, once: bool) -> None:
     with outage.checkpointer(every=10**6, save_deadline=PATIENCE) as ckpt:
