@@ -179,8 +179,13 @@ def is_stateful(node: object) -> bool:
 
 def has_entries(node: object) -> TypeGuard[Mapping[object, object]]:
     """Whether it is a dict or the like that is walked; one that gives and takes its state may have more than entries.
-    The whole state is a dict, whatever else it is."""
-    return type(node) is dict or (isinstance(node, Mapping) and (not is_stateful(node) or is_tensor_dict(node)))
+    The whole state is a dict, whatever else it is.
+
+    Its class is asked for the methods: some dicts make an entry of whatever they are asked for.
+    """
+    if type(node) is dict:  # nearly all
+        return True
+    return isinstance(node, Mapping) and (not is_stateful(type(node)) or is_tensor_dict(node))
 
 
 def check_depth(node: object, path: str) -> None:

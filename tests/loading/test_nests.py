@@ -267,6 +267,17 @@ def test_one_of_tensordict_is_a_dict(tmp_path: Path) -> None:
     assert found["w"].tolist() == [1.0, 1.0]
 
 
+def test_a_dict_that_makes_entries_as_it_is_asked_gets_none(tmp_path: Path) -> None:
+    class Box(dict[str, Any]):
+        def __getattr__(self, name: str) -> Any:
+            return self.setdefault(name, Box())
+
+    box = Box(w=torch.ones(2))
+    ckptlib.save(tmp_path, {"box": box}, 1)
+    ckptlib.load(tmp_path, {"box": box}, 1)
+    assert box.keys() == {"w"}
+
+
 def test_the_whole_state_is_a_dict_whatever_it_has(tmp_path: Path) -> None:
     ckptlib.save(tmp_path, Averages(w=torch.ones(2)), 1)
     found = Averages(w=torch.zeros(2))
