@@ -130,8 +130,8 @@ class LocalStore(Store):
         except FileNotFoundError:
             return []
         except OSError as error:
-            if error.errno == errno.ENOTDIR and not os.path.isabs(error.filename):
-                return []  # below a directory of the root; one of those, or the root, must not look empty
+            if error.errno == errno.ENOTDIR and os.path.dirname(error.filename) != self._root:
+                return []  # no root, or below a directory of the root; one of those must not look empty
             raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     def _walk(self, fd: int | None, directory: str, prefix: str, after: str) -> Iterator[Entry]:
