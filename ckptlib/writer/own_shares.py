@@ -94,7 +94,7 @@ class OwnShares:
                 if again:
                     raise_if_failed(self._catalog, save)  # as the one that died may have told
                 self._beginning.put()
-                part = self._persister.persist(slot, save, deadline, may_be_parent=not again, puts_layout=puts_layout)
+                part = self._persister.persist(slot, save, deadline, puts_layout=puts_layout)
                 if again:
                     self._persister.search_again()
                 return part

@@ -288,4 +288,5 @@ def test_what_stays_on_the_disk_is_not_remembered_for_ever(saves: Saves) -> None
     for _ in range(5):
         saves.tier.note_new(saves.save(drained=False).save)
     newest = SaveId(saves.step, saves.generation)
+    assert [part.save for part in saves.tier.parents._parts] == [to_drain.save]
     assert saves.tier._new == {to_drain.save, newest}

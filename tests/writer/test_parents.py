@@ -434,7 +434,7 @@ def test_behind_a_save_that_a_writer_put_again_the_part_that_its_manifest_names_
     named = job.catalog().manifest(save.id).parts[0].attempt
     job.restart(0)
     persister = job.writers[0].persister
-    assert persister.persist(job.slot(save, 0), save.id, may_be_parent=False).attempt != named
+    assert persister.persist(job.slot(save, 0), save.id).attempt != named
     persister.search_again()
     job.change([1])
     parent, _ = parents_of(job).choose(snapshot(job, job.begin_save()), 0.0)
