@@ -15,6 +15,7 @@ _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
 
 _S3 = ("s3", "s3a")
+_BUCKETS = (*_S3, "gs", "gcs", "az", "abfs", "abfss")
 _CLIENTS = ("s3fs", "obstore", "fsspec")
 
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
@@ -68,7 +69,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
 
-    Raises ValueError for a URL that has lost a slash and for a path below "~", TypeError for options that are no dict.
+    Raises ValueError for a URL that has lost a slash or its bucket and for a path below "~", TypeError for options that
+    are no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")
@@ -85,6 +87,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         from ckptlib.stores.testing import open_testing_store
 
         return open_testing_store(url, options, open_store)
+    if scheme in _BUCKETS and not rest.partition("/")[0]:  # fsspec would take the first directory for the bucket
+        raise ValueError(f"{url} names no bucket: expected {scheme}://BUCKET/PREFIX. Is a variable in it not set?")
     given = dict(options or {})
     client = given.pop("client", "s3fs" if scheme in _S3 else "fsspec")
     if client not in _CLIENTS:

@@ -76,6 +76,12 @@ def test_a_url_that_went_through_pathlib_is_no_directory(
     assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
 
 
+@pytest.mark.parametrize("url", ["s3:///run7/x", "s3://", "gs:///run7/x", "az://"])
+def test_a_directory_is_not_taken_for_the_bucket_of_a_variable_that_is_not_set(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"{url} names no bucket: expected .*://BUCKET/PREFIX. Is a variable"):
+        open_store(url, {"key": "a", "secret": "b"} if url[0] == "s" else {"token": "anon"})
+
+
 @pytest.mark.parametrize(
     ("url", "meant"), [("~/run", "/run"), (Path("~/run"), "/run"), ("file://~/run", "/run"), ("~", "")]
 )
