@@ -14,6 +14,7 @@ from ckptlib.format import tagged_values
 from ckptlib.format.paths import join
 from ckptlib.format.values import Json, is_nest
 from ckptlib.loading.load_plan import LoadPlan, Make, made
+from ckptlib.reading.rank_values import any_below
 from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.subclasses import is_subclass
 
@@ -45,7 +46,8 @@ def add_object(
         plan.then(lambda: _call_like(now, load, build()))
     else:
         if not plan.miss_kind(path, name, "an object"):
-            plan.miss(path, _as_dict(path, name) if plan.saved.below(name) else None)
+            is_dict = any_below(plan.saved.names, name) or plan.saved.below(name)
+            plan.miss(path, _as_dict(path, name) if is_dict else None)
         return False
     return True
 
@@ -56,7 +58,8 @@ def _as_dict(path: str, name: str) -> str:
     return (
         f"{path}: is an object in the state; the checkpoint has a dict, as of its state_dict(). If that was given anew "
         f"for each save, load with optional={path!r}, and then give what ckptlib.read(url, only={name!r}) has there to "
-        "its load_state_dict(). If it was given once, as that run began, it is as old as that"
+        "its load_state_dict(); to its update(), if it is a dict, whose entries alone older versions saved. If it was "
+        "given once, as that run began, it is as old as that"
     )
 
 

@@ -150,6 +150,8 @@ class _Walk(Visitor[bool], Collector):
     @override
     def add_stateful(self, node: Any, path: str, per_rank: bool) -> None:
         state = node.state_dict()
+        if isinstance(node, Mapping) and type(state) is type(node):
+            state = dict(state)  # a dict that gives itself, or a copy
         self.asked = self.asked or (has_tensor(state) and not isinstance(node, RngState))
         self.add_object(state, path, per_rank)
 

@@ -254,6 +254,30 @@ def test_a_dict_with_a_state_of_its_own_is_an_object(tmp_path: Path) -> None:
     assert (found.updates, found["w"].tolist()) == (within.updates, within["w"].tolist()) == (5, [1.0, 1.0])
 
 
+def test_a_dict_may_give_itself_as_its_state(tmp_path: Path) -> None:
+    class Tracker(dict[str, Any]):
+        def state_dict(self) -> dict[str, Any]:
+            return self
+
+        def load_state_dict(self, state: Any) -> None:
+            self.update(state)
+
+    ckptlib.save(tmp_path, {"t": Tracker(w=torch.ones(2), step=5), "plain": Tracker(step=5)}, 1)
+    found, plain = Tracker(w=torch.zeros(2), step=0), Tracker()
+    ckptlib.load(tmp_path, {"t": found, "plain": plain}, 1)
+    assert (found["w"].tolist(), found["step"], plain) == ([1.0, 1.0], 5, {"step": 5})
+
+
+def test_a_dict_that_has_become_an_object_is_loaded_as_the_error_says(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"averages": {"w": torch.ones(2)}}, 1)
+    state = {"averages": Averages(w=torch.zeros(2))}
+    with pytest.raises(StateMismatch, match=r"optional='averages', and .* to its update\(\), if it is a dict"):
+        ckptlib.load(tmp_path, state, 1)
+    ckptlib.load(tmp_path, state, 1, optional="averages")
+    state["averages"].update(ckptlib.read(tmp_path, 1, only="averages")["averages"])
+    assert state["averages"]["w"].tolist() == [1.0, 1.0]
+
+
 def test_one_of_tensordict_is_a_dict(tmp_path: Path) -> None:
     class TensorDictBase(Averages):
         __module__ = "tensordict.base"
