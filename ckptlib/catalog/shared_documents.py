@@ -234,6 +234,14 @@ class SharedDocuments:
             document = self.document(generation.key)
         put_new(self.store, keys.copy_key(generation.key), document)
 
+    def complete_generation(self, generation: GenerationId) -> None:
+        """Of a record that is there: makes it durable, and puts its copy where there is none. Replaces nothing, which
+        Google Cloud Storage allows only to those who may delete."""
+        document, copy = self.document(generation.key), keys.copy_key(generation.key)
+        self.store.flush(keys.GENERATIONS)
+        if self.store.is_local or self.store.entry(copy) is None:
+            put_new(self.store, copy, document)
+
     def put_copies(self, digests: Iterable[str]) -> None:
         """Of the root's document and of these layouts, where there is none, or one that has not the same bytes.
 

@@ -56,7 +56,7 @@ class GenerationRecord:
         if self._again and self.record.id in ids:
             # It stands: what this job itself has saved and removed since is no reason to write another.
             self.record, self._continues = catalog.generation(self.record.id), False
-            catalog.put_generation(self.record)  # it may not be durable yet, and lack its copy
+            catalog.shared.complete_generation(self.record.id)
             self.note_put(catalog)
             return None
         if self._seen is not None and (others := self._seen.begun_since(ids, self.record.id)):

@@ -11,6 +11,7 @@ import pytest
 from helpers.actors import ActorStore
 from helpers.flushed import ForgetfulDisk, Killed
 from helpers.forkserver import context, start_server
+from helpers.overwriting import OverwritingStore
 from helpers.servers import ObjectStorage
 from store_conformance import keys
 from support import make_generation, make_root, make_save, state
@@ -80,6 +81,21 @@ def test_a_record_that_a_writer_put_as_it_died_survives_a_power_loss(
             record(1, catalog.root().id, again=True).put(Catalog(catalog.store))
             power.lose_power()
         assert len(keys(catalog.store, "generations/")) == len(keys(catalog.store, "copies/generations/")) == 1
+
+
+@pytest.mark.parametrize("lost", ["", "copies/"])
+def test_a_record_that_is_there_is_not_put_again_but_for_its_copy(lost: str) -> None:
+    """Of who may put and not delete: Google Cloud Storage refuses to replace an object."""
+    catalog = make_root(OverwritingStore())
+    record(1, catalog.root().id).put(catalog)
+    there, put = {key: catalog.store.get(key) for key in keys(catalog.store)}, list[str]()
+    if lost:
+        catalog.store.delete(*keys(catalog.store, lost))
+    actor = ActorStore(catalog.store)  # type: ignore[arg-type]
+    actor.before = lambda op, key: put.append(key) if op in ("put", "delete") else None
+    record(1, catalog.root().id, again=True).put(Catalog(actor))
+    assert put == [key for key in there if lost and key.startswith(lost)]
+    assert {key: catalog.store.get(key) for key in keys(catalog.store)} == there
 
 
 def test_whoever_begins_first_goes_on() -> None:
