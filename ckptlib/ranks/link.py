@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -36,6 +36,9 @@ _DATA, _END, _ANSWER, _REQUEST = range(4)
 These are what is waited for. When a connection closes, gloo (torch 2.13) does not tell a rank that waits for a message
 of which a part has gone through: in 10 of 12 kills in the middle of a body the other rank waited until its time-out.
 """
+
+_NOTHING = 2**31 - 1
+"""Goes with no message."""
 
 
 class Link:
@@ -120,13 +123,17 @@ class Link:
     def recv_request(self, request: memoryview) -> int:
         """Waits for the next one, however long nobody has anything to ask for, and returns whose it is.
 
-        Nobody's death ends the wait. Raises AgreementFailed where a peer is lost in the middle of one.
+        Nobody's death ends the wait. Raises AgreementFailed where a peer is lost before it has sent all of one. gloo
+        offers that one again to whoever asks for the next, and no other peer's. So this closes the connections to all
+        peers: they would wait until their time-out.
         """
         try:
             work = self._gloo.recv_anysource([_tensor(request)], _REQUEST)
             work.wait(REQUEST_WITHIN)
         except RuntimeError as error:
             self.broken = True
+            with suppress(RuntimeError):  # the time-out
+                self._gloo.recv_anysource([_byte()], _NOTHING).wait(timedelta(milliseconds=1))
             raise AgreementFailed(f"waiting for a request failed on rank {self._ranks[self.rank]}: {error}") from error
         return int(work._source_rank())
 

@@ -476,26 +476,43 @@ class Dies(Link):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Data:
+    where, end = "data", PIECE_BYTES
+
+    def view(self, at: int, nbytes: int) -> memoryview:
+        return memoryview(bytes(nbytes))
+
+
 def killed(directory: Path) -> None:
-    """Rank 1 as it waits for what it asked; rank 2 in the middle of what it reads out: the last case."""
+    """Rank 1 with requests that rank 2 has not come to; rank 2 in the middle of what it reads out: the last case."""
+    first = Link(world(), PATIENCE) if rank() == 1 else Exchange(world(), PATIENCE, lambda what: Data())
     if rank() == 2:
         remote_module.Link = Dies  # type: ignore[misc]
-    with slot_of(directory, CAPACITY) as slot:
-        found = shared(slot) if seal(slot, 1, 0) else None
-        path = group_of(None, PATIENCE).gather(str(slot.path).encode())[2].decode()
-        assert found is not None
-        exchange = Exchange(world(), PATIENCE, open_here)
-        slots = slots_of(exchange, Transfer(found, 0, 1), Transfer(replace(found, path=path), 2, 0))
+    last = Exchange(world(), PATIENCE, lambda what: Data())
+    if isinstance(first, Link):
         dist.barrier()
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        request = memoryview(bytearray(REQUEST.pack(0, 0, 8, 0)))
+        under_way = [first.begin_request(2, request) for _ in range(2 * STREAMS)]  # whose answers nobody takes
+        assert under_way
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        theirs = [exchange.add([("its", 2, 1), ("ours", 2, 0), ("own", 0, 1)]) for exchange in (first, last)]
+        dist.barrier()
+        dist.barrier()
         if rank() == 2:
             signal.pause()
-        for there in slots:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.zeros(1), 1)  # which is gone
+        began = time.monotonic()
+        for there in theirs:
             with ThreadPoolExecutor(2 * STREAMS) as executor:
-                reads = [executor.submit(there.view, 0, PIECE_BYTES) for _ in range(2 * STREAMS)]
+                pieces = [memoryview(bytearray(PIECE_BYTES)) for _ in range(2 * STREAMS)]
+                reads = [executor.submit(there["ours"].read_at, 0, piece) for piece in pieces]
             assert [type(read.exception()) for read in reads] == [AgreementFailed] * len(reads)
-        exchange.close(together=False)
+        assert time.monotonic() - began < PATIENCE.total_seconds() / 2, "as soon as rank 2 knows"
+        for exchange in (first, last):
+            exchange.close(together=False)
 
 
 CASES = [
