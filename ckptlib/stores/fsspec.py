@@ -219,16 +219,18 @@ class FsspecStore(Store):
     def _below(self, path: str) -> Iterable[dict[str, Any]]:
         """Every file. Some hundred thousand take longer than one listing may: then each directory has its own."""
         if self._lists_flat:
-            self._check_there(path)
+            self._check_there()
             with contextlib.suppress(StoreTimeout):
                 return self._find(path)
         return self._walk(path)
 
-    def _check_there(self, path: str) -> None:
-        """Of a wrong address, the listings would take four minutes to tell. Raises StoreTimeout."""
+    def _check_there(self) -> None:
+        """Of a wrong address, the listings would take four minutes to tell. Raises StoreTimeout.
+
+        Asks for a byte of an object: who may not ask for the bucket itself, for him gcsfs lists all that lies in it."""
         if not self._was_there:
             try:
-                self._call("exists", _bucket(path))
+                self._call("cat_file", self._path("ckptlib.json"), start=0, end=1)
             except StoreTimeout:
                 raise
             except Exception:  # an answer; what is wrong, the listing tells
@@ -239,7 +241,7 @@ class FsspecStore(Store):
             found = self._call("find", path, detail=True, nbytes=LISTING_NBYTES)
         except FileNotFoundError:
             found = {}
-        if not found and self._fs.async_impl and not self._call("exists", _bucket(path)):
+        if not found and self._fs.async_impl and not self._call("exists", path.lstrip("/").partition("/")[0]):
             raise NoBucket("no such bucket")  # of which some find nothing without a word
         return list(found.values()) if isinstance(found, dict) else []  # a list: adlfs, when the path is an object
 
@@ -326,10 +328,6 @@ class FsspecStore(Store):
             kind = ObjectUnreadable if doing == "get" and not concerns_all(error) else StoreDenied
             cause += "; check the credentials, and what they may do there"
         return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
-
-
-def _bucket(path: str) -> str:
-    return path.lstrip("/").partition("/")[0]
 
 
 class NoBucket(Exception):

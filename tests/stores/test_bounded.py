@@ -136,7 +136,7 @@ def test_what_is_too_much_for_one_listing_is_listed_by_directories(
 def test_nobody_is_asked_for_a_listing_who_was_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take minutes; a name that is not known is told by the client as late."""
     monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
-    asked = {name: Deaf(float("inf")) for name in ("exists", "find", "ls")}
+    asked = {name: Deaf(float("inf")) for name in ("cat_file", "find", "ls")}
     with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
         for name, deaf in asked.items():
             monkeypatch.setattr(client_of(store), name, deaf(getattr(client_of(store), name)))
@@ -144,9 +144,20 @@ def test_nobody_is_asked_for_a_listing_who_was_never_there(monkeypatch: pytest.M
             store.scan("a/")
         for deaf in asked.values():
             deaf.freed.set()
-        assert asked["exists"].asked
+        assert asked["cat_file"].asked
         assert not asked["find"].asked
         assert not asked["ls"].asked
+
+
+def test_before_a_listing_the_bucket_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs would list a bucket that may have millions of other objects."""
+    with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
+        asked = {name: Deaf(0) for name in ("exists", "cat_file")}
+        for name, method in asked.items():
+            monkeypatch.setattr(client_of(store), name, method(getattr(client_of(store), name)))
+        assert store.scan("a/") == []
+    assert not asked["exists"].asked
+    assert asked["cat_file"].asked
 
 
 @pytest.mark.parametrize("op", ["put", "get_into"])
