@@ -19,7 +19,7 @@ from ckptlib.format import gc_pause
 from ckptlib.format.keys import SaveId
 from ckptlib.state.leaf import PerRank, Sharded, is_lazy
 from ckptlib.state.places import own_part
-from ckptlib.state.visitor import has_entries, is_stateful
+from ckptlib.state.visitor import is_stateful
 
 
 class Parts:
@@ -30,7 +30,8 @@ class Parts:
 
         It may be collective, or begin something: not to be called on one rank alone, nor by a load.
         """
-        found = _found_in(state)
+        found: list[object] = []
+        _collect(state, found)
         self.objects = [part for part in found if not isinstance(part, torch.Tensor)]
         """Modules, optimizers, other objects with a state."""
         self.tensors = [_tensors_of(part, ask) for part in self.objects]
@@ -44,7 +45,8 @@ def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
         return [param for param in part.parameters() if not is_lazy(param)]
     if isinstance(part, torch.optim.Optimizer) or not ask:  # parameters may have been filled without the optimizer
         return []
-    found = _found_in(part.state_dict())  # type: ignore[attr-defined]
+    found: list[object] = []
+    _collect(part.state_dict(), found)  # type: ignore[attr-defined]
     return [inner for inner in found if isinstance(inner, torch.Tensor)]
 
 
@@ -160,22 +162,14 @@ def tells(parts: Parts) -> bool:
     return Filled(Parts((), ask=False)).all_of(parts) is not None
 
 
-def _found_in(state: object) -> list[object]:
-    """Those that `ckptlib.state.visitor` meets in a whole state, or in what an object gave as its own: such a dict is
-    one, whatever else it is."""
-    found: list[object] = []
-    for node in state.values() if isinstance(state, Mapping) else (state,):
-        _collect(node, found)
-    return found
-
-
 def _collect(node: object, found: list[object]) -> None:
+    """Those that `ckptlib.state.visitor` meets."""
     if isinstance(node, torch.Tensor):  # first: there may be thousands
         if node.layout == torch.strided and not is_lazy(node):  # no other can be saved
             found.append(node)
     elif isinstance(node, (PerRank, Sharded)):
         _collect(node.value if isinstance(node, PerRank) else node.tensor, found)
-    elif has_entries(node):
+    elif isinstance(node, Mapping):
         for value in node.values():
             _collect(value, found)
     elif isinstance(node, (list, tuple)):

@@ -58,8 +58,7 @@ def _as_dict(path: str, name: str) -> str:
     return (
         f"{path}: is an object in the state; the checkpoint has a dict, as of its state_dict(). If that was given anew "
         f"for each save, load with optional={path!r}, and then give what ckptlib.read(url, only={name!r}) has there to "
-        "its load_state_dict(); to its update(), if it is a dict, whose entries alone older versions saved. If it was "
-        "given once, as that run began, it is as old as that"
+        "its load_state_dict(). If it was given once, as that run began, it is as old as that"
     )
 
 

@@ -22,6 +22,7 @@ from ckptlib.format.paths import join, segment_of
 from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
+from ckptlib.state.hidden_state import refuse_beyond_entries
 from ckptlib.state.leaf import PLAIN, Sharded, is_sharded, refuse_freed
 from ckptlib.state.made_tensors import lost
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
@@ -43,7 +44,7 @@ from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.rng import RngState
 from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
-from ckptlib.state.visitor import SCALARS, Visitor
+from ckptlib.state.visitor import SCALARS, Visitor, has_own_state
 from ckptlib.state.wrappers import is_extra_state
 
 NO_OWNERS: Mapping[int, torch.optim.Optimizer] = {}
@@ -115,6 +116,10 @@ class _Walk(Visitor[bool], Collector):
 
     @override
     def add_entries(self, node: Mapping[object, object], path: str, per_rank: bool) -> bool:
+        if path and has_own_state(node):
+            given = node.state_dict()  # type: ignore[attr-defined]
+            self.asked = self.asked or has_tensor(given)
+            refuse_beyond_entries(node, given, path)
         kinds = {*map(type, node)}
         if len(kinds) > 1:
             _refuse_same_text(node, path)
@@ -150,8 +155,6 @@ class _Walk(Visitor[bool], Collector):
     @override
     def add_stateful(self, node: Any, path: str, per_rank: bool) -> None:
         state = node.state_dict()
-        if isinstance(node, Mapping) and type(state) is type(node):
-            state = dict(state)  # a dict that gives itself, or a copy
         self.asked = self.asked or (has_tensor(state) and not isinstance(node, RngState))
         self.add_object(state, path, per_rank)
 

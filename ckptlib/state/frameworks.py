@@ -42,8 +42,7 @@ def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, s
 
 
 def is_tensor_dict(node: object) -> bool:
-    """Whether it is one of tensordict's. Their `load_state_dict()` wants an attribute of the very dict that their
-    `state_dict()` gave; their entries are all that there is."""
+    """Whether it is one of tensordict's. What their `state_dict()` gives beside their entries is how they were made."""
     return known_class(node, _TENSOR_DICTS) is not None
 
 

@@ -1,4 +1,5 @@
-"""What an optimizer keeps that its `state` and `param_groups` do not show: nobody would save it.
+"""What an optimizer keeps that its `state` and `param_groups` do not show, and a dict that its entries do not: nobody
+would save it.
 
 Wrappers such as Lookahead keep another optimizer, whose moments are its own. Others add to what `state_dict()` gives,
 or give what they have times a scale that is kept elsewhere.
@@ -61,6 +62,20 @@ def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection
         )
     if any(one.state for one in saved):
         _compared[optimizer] = None
+
+
+def refuse_beyond_entries(node: Mapping[object, object], given: object, path: str) -> None:
+    """Raises UnsupportedState for a dict whose own `state_dict()` gave more than its entries, which alone are saved."""
+    if isinstance(given, Mapping):  # of what an entry has, names may be given behind its own
+        more = [key for key in given if key not in node and str(key).partition(".")[0] not in node]
+    else:
+        more = [type(given).__name__]
+    if more:
+        raise UnsupportedState(
+            f"{path}: is a dict whose state_dict() also gives {', '.join(map(repr, more[:3]))}"
+            f"{', ...' if len(more) > 3 else ''}, which is none of its entries, and would not be saved; put in its "
+            "place an object whose state_dict() and load_state_dict() call those of the dict"
+        )
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:

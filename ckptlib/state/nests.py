@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
-from ckptlib.state.visitor import are_scalars, has_entries, is_plain
+from ckptlib.state.visitor import are_scalars, is_plain
 
 _MAPPINGS = (dict, OrderedDict, Counter)
 """Those that come back as they are from within a value."""
@@ -51,7 +51,7 @@ def is_all_plain(node: object, depth: int = 0) -> bool:
         return True
     if depth > MAX_DEPTH:
         return False
-    if has_entries(node):
+    if isinstance(node, Mapping):
         return all(is_all_plain(value, depth + 1) for value in node.values())
     if not isinstance(node, (list, tuple)) or type(node) not in (list, tuple):
         return False

@@ -9,7 +9,7 @@ import torch
 from ckptlib.format.tagged_values import MAX_DEPTH, Where, text_of
 from ckptlib.state.frameworks import unwrapped
 from ckptlib.state.leaf import PLAIN, PerRank
-from ckptlib.state.visitor import are_scalars, has_entries, too_deep
+from ckptlib.state.visitor import are_scalars, too_deep
 
 
 def owned_in(state: object) -> list[object]:
@@ -42,7 +42,7 @@ def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[
         inner = unwrapped(node)
         if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
             yield inner
-    elif has_entries(node) or (isinstance(node, Mapping) and not depth):
+    elif isinstance(node, Mapping):
         for key, value in node.items():
             if type(value) in PLAIN:  # there may be thousands
                 continue

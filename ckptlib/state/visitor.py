@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ class Visitor(ABC, Generic[Given]):
             self._optimizers.append((optimizer, path, given))
         elif isinstance(node, torch.Generator):
             self.add_generator(node, path)
-        elif has_entries(node) or (isinstance(node, Mapping) and not path):
+        elif isinstance(node, Mapping):
             if self.add_entries(node, path, given) or (path and self.add_nest(node, path, given)):
                 return
             entry = self.below(node, given)
@@ -177,15 +177,10 @@ def is_stateful(node: object) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
-def has_entries(node: object) -> TypeGuard[Mapping[object, object]]:
-    """Whether it is a dict or the like that is walked; one that gives and takes its state may have more than entries.
-    The whole state is a dict, whatever else it is.
-
-    Its class is asked for the methods: some dicts make an entry of whatever they are asked for.
-    """
-    if type(node) is dict:  # nearly all
-        return True
-    return isinstance(node, Mapping) and (not is_stateful(type(node)) or is_tensor_dict(node))
+def has_own_state(node: object) -> bool:
+    """Whether a dict is of a class that gives and takes its state. The class is asked: some dicts make an entry of
+    whatever they are asked for."""
+    return type(node) is not dict and is_stateful(type(node)) and not is_tensor_dict(node)
 
 
 def check_depth(node: object, path: str) -> None:

@@ -50,16 +50,6 @@ class App:
         self.optim.load_state_dict(content["optim"])
 
 
-class Tracker(dict[str, object]):
-    """A dict that gives itself as its state."""
-
-    def state_dict(self) -> dict[str, object]:
-        return self
-
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        self.update(content)
-
-
 def training(kind: str) -> tuple[State, Callable[[], None]]:
     """What is saved, made anew for each call, and a step of training."""
     model = net()
@@ -80,14 +70,11 @@ def training(kind: str) -> tuple[State, Callable[[], None]]:
         "wrapped": lambda: {"model": nn.Sequential(model), "optim": optim},
         "state_dicts": lambda: {"model": model.state_dict(), "loss": torch.rand(())},
         "object": lambda: {"app": App(model, optim)},
-        "dict with a state": lambda: {"tracker": Tracker(w=loose)},
-        "whole state with a state": lambda: Tracker(w=loose),
     }
     return states[kind], train
 
 
 KINDS = ["tensors", "modules", "weights alone", "wrapped", "state_dicts", "object"]
-KINDS += ["dict with a state", "whole state with a state"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

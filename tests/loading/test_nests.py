@@ -232,74 +232,70 @@ def test_an_object_is_no_container(tmp_path: Path) -> None:
     assert scheduler.loaded is None
 
 
-class Averages(dict[str, torch.Tensor]):
+class Averages(dict[str, Any]):
     """Has more than its entries."""
 
     updates = 0
 
-    def state_dict(self) -> dict[str, object]:
-        return {"entries": dict(self), "updates": self.updates}
+    def state_dict(self) -> Any:
+        return {**self, "updates": self.updates}
 
     def load_state_dict(self, state: Any) -> None:
-        self.update(state["entries"])
-        self.updates = state["updates"]
+        self.updates = state.pop("updates")
+        self.update(state)
 
 
-def test_a_dict_with_a_state_of_its_own_is_an_object(tmp_path: Path) -> None:
+def test_a_dict_that_has_more_than_its_entries_is_refused(tmp_path: Path) -> None:
+    class Meters(Averages):
+        def state_dict(self) -> Any:
+            return [*self.items()]
+
     averages = Averages(w=torch.ones(2))
-    averages.updates = 5
-    ckptlib.save(tmp_path, {"averages": averages, "all": [averages]}, 1)
-    found, within = Averages(), Averages()
-    ckptlib.load(tmp_path, {"averages": found, "all": [within]}, 1)
-    assert (found.updates, found["w"].tolist()) == (within.updates, within["w"].tolist()) == (5, [1.0, 1.0])
+    with pytest.raises(UnsupportedState, match=r"^averages: .* also gives 'updates', .* put in its place an object"):
+        ckptlib.save(tmp_path, {"averages": averages}, 1)
+    with pytest.raises(UnsupportedState, match=r"^all/0: .* also gives 'list'"):
+        ckptlib.save(tmp_path, {"all": [Meters(w=torch.ones(2))]}, 1)
 
 
-def test_a_dict_may_give_itself_as_its_state(tmp_path: Path) -> None:
-    class Tracker(dict[str, Any]):
-        def state_dict(self) -> dict[str, Any]:
+def test_a_dict_whose_state_is_its_entries_is_walked(tmp_path: Path) -> None:
+    class StateDict(Averages):
+        def state_dict(self) -> Any:
             return self
 
-        def load_state_dict(self, state: Any) -> None:
-            self.update(state)
+    class Modules(Averages):
+        def state_dict(self) -> Any:
+            return {f"{name}.{key}": value for name in self for key, value in self[name].state_dict().items()}
 
-    ckptlib.save(tmp_path, {"t": Tracker(w=torch.ones(2), step=5), "plain": Tracker(step=5)}, 1)
-    found, plain = Tracker(w=torch.zeros(2), step=0), Tracker()
-    ckptlib.load(tmp_path, {"t": found, "plain": plain}, 1)
-    assert (found["w"].tolist(), found["step"], plain) == ([1.0, 1.0], 5, {"step": 5})
-
-
-def test_a_dict_that_has_become_an_object_is_loaded_as_the_error_says(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"averages": {"w": torch.ones(2)}}, 1)
-    state = {"averages": Averages(w=torch.zeros(2))}
-    with pytest.raises(StateMismatch, match=r"optional='averages', and .* to its update\(\), if it is a dict"):
-        ckptlib.load(tmp_path, state, 1)
-    ckptlib.load(tmp_path, state, 1, optional="averages")
-    state["averages"].update(ckptlib.read(tmp_path, 1, only="averages")["averages"])
-    assert state["averages"]["w"].tolist() == [1.0, 1.0]
-
-
-def test_one_of_tensordict_is_a_dict(tmp_path: Path) -> None:
     class TensorDictBase(Averages):
         __module__ = "tensordict.base"
 
-        def load_state_dict(self, state: Any) -> None:
-            raise AssertionError("it wants the very dict")
-
-    ckptlib.save(tmp_path, {"averages": TensorDictBase(w=torch.ones(2))}, 1)
-    found = TensorDictBase(w=torch.zeros(2))
-    ckptlib.load(tmp_path, {"averages": found}, 1)
-    assert found["w"].tolist() == [1.0, 1.0]
-
-
-def test_a_dict_that_makes_entries_as_it_is_asked_gets_none(tmp_path: Path) -> None:
     class Box(dict[str, Any]):
         def __getattr__(self, name: str) -> Any:
             return self.setdefault(name, Box())
 
-    box = Box(w=torch.ones(2))
-    ckptlib.save(tmp_path, {"box": box}, 1)
-    ckptlib.load(tmp_path, {"box": box}, 1)
-    assert box.keys() == {"w"}
+    def state(value: float) -> dict[str, Any]:
+        dicts = {kind.__name__: kind(w=torch.full((2,), value)) for kind in (StateDict, TensorDictBase, Box)}
+        return {**dicts, "modules": Modules(a=torch.nn.Linear(1, 1)), "plain": StateDict(step=value)}
+
+    saved, found = state(1.0), state(0.0)
+    ckptlib.save(tmp_path, saved, 1)
+    ckptlib.load(tmp_path, found, 1)
+    assert [found[name]["w"].tolist() for name in ("StateDict", "TensorDictBase", "Box")] == [[1.0, 1.0]] * 3
+    assert (found["Box"].keys(), found["plain"]) == ({"w"}, {"step": 1.0})
+    assert torch.equal(found["modules"]["a"].weight, saved["modules"]["a"].weight)
+
+
+def test_an_object_of_which_a_dict_of_tensors_was_saved_is_told_what_to_do(tmp_path: Path) -> None:
+    class Average:
+        def state_dict(self) -> Any:
+            return {"w": torch.zeros(2)}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    ckptlib.save(tmp_path, {"average": {"w": torch.ones(2)}}, 1)
+    with pytest.raises(StateMismatch, match=r"average: .* has a dict, .* load with optional='average'"):
+        ckptlib.load(tmp_path, {"average": Average()}, 1)
 
 
 def test_the_whole_state_is_a_dict_whatever_it_has(tmp_path: Path) -> None:
