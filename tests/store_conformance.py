@@ -15,7 +15,7 @@ from itertools import product
 
 import pytest
 
-from ckptlib.errors import FormatError, ObjectExists, ObjectNotFound
+from ckptlib.errors import FormatError, ObjectExists, ObjectNotFound, StoreError
 from ckptlib.stores import LateHead, Store, base
 
 PAGE_NBYTES = 4096
@@ -180,6 +180,11 @@ class StoreConformance:
         assert keys(store, "t") == ["top"]
         for prefix in ["parts/001-a/0/", "parts/0/", "s/", "steps/003"]:
             assert keys(store, prefix) == []
+        if "file://" in store.url:  # a file in the place of a directory, whose steps must not look like none
+            with pytest.raises(StoreError, match="in the place of a directory"):
+                store.scan("top/")
+        else:
+            assert keys(store, "top/") == []
 
     def test_a_listing_begins_behind_a_key(self, store: Store) -> None:
         for key in ["a/1", "a/2", "a/3", "b"]:
