@@ -13,6 +13,9 @@ from ckptlib.imports.mapped import Mapped, inside
 
 MAX_BYTES = 100_000_000
 
+SUFFIX = ".index.json"
+"""Ends the name of an index, after the name of the one file that would have all."""
+
 T = TypeVar("T")
 
 
@@ -35,6 +38,24 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[Any, T]]) -> dict[s
     if extra:
         raise FormatError(f"{index}: does not name {min(extra)[:200]!r}, which a file of it has")
     return found
+
+
+def index_of(directory: Path, pattern: str) -> Path | None:
+    """The index of a directory. Raises FormatError where it has several, or one file by the name of the whole, too,
+    which transformers would take: either may be of an earlier save."""
+    found = sorted(directory.glob(pattern))
+    if len(found) > 1:
+        raise FormatError(f"{directory}: has {len(found)} indexes; give a path that has only the one that is meant")
+    if not found:
+        return None
+    whole = directory / found[0].name.removesuffix(SUFFIX)
+    if not whole.exists() or whole.name in _places(found[0]).values():
+        return found[0]
+    if has_files(found[0]):
+        raise FormatError(
+            f"{directory}: has {whole.name}, and the files of {found[0].name}; give a path that has only what is meant"
+        )
+    return None  # transformers removes the files of an earlier save, and leaves their index
 
 
 def has_files(index: Path) -> bool:

@@ -9,11 +9,15 @@ from pathlib import Path
 import torch
 
 from ckptlib.errors import FormatError
-from ckptlib.imports.index_file import json_of, read_indexed
+from ckptlib.imports.index_file import SUFFIX, has_files, index_of, json_of, read_indexed
 from ckptlib.imports.mapped import Mapped, numel_of, sized
 
 MAX_HEADER = 100_000_000
 """The format's own limit."""
+
+WHOLE = "model.safetensors"
+"""As transformers calls the one file of a model."""
+INDEX = f"*.safetensors{SUFFIX}"
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -38,11 +42,16 @@ _DTYPES = {
 }
 
 
+def has_model(directory: Path) -> bool:
+    """Whether transformers would take safetensors from a directory, whatever else it has."""
+    return (directory / WHOLE).exists() or any(map(has_files, directory.glob(INDEX)))
+
+
 def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
     """All tensors of a file, an index or a directory, as views of the files. Raises FormatError."""
     if source.is_file() and source.suffix != ".json":
         return _read_file(source)
-    index = source if source.is_file() else _index_of(source)
+    index = source if source.is_file() else index_of(source, INDEX)
     if index is not None:
         return read_indexed(index, _read_file)
     files = sorted(source.glob("*.safetensors"))
@@ -67,13 +76,6 @@ def _check_all_there(files: Sequence[Path]) -> None:
         lacking = (n for n in range(1, of + 1) if f"{numbered[1]}-{n:05d}-of-{of:05d}.safetensors" not in names)
         if (number := next(lacking, None)) is not None:
             raise FormatError(f"{file}: is one of {of} files, and number {number} is not there; were all copied?")
-
-
-def _index_of(directory: Path) -> Path | None:
-    found = sorted(directory.glob("*.safetensors.index.json"))
-    if len(found) > 1:
-        raise FormatError(f"{directory}: has {len(found)} indexes; give the one that is meant: {found[0]}")
-    return found[0] if found else None
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:

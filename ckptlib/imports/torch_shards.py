@@ -8,9 +8,9 @@ from typing import Any
 
 from ckptlib.errors import FormatError
 from ckptlib.imports.foreign import Foreign
-from ckptlib.imports.index_file import document_of, has_files, read_indexed
+from ckptlib.imports.index_file import document_of, has_files, index_of, read_indexed
 from ckptlib.imports.mapped import Mapped, inside
-from ckptlib.imports.safetensors_files import read_safetensors
+from ckptlib.imports.safetensors_files import has_model, read_safetensors
 from ckptlib.imports.torch_file import read_torch_file
 
 MODEL = "*model.bin.index.json"
@@ -45,12 +45,13 @@ def _places(source: Path) -> list[tuple[Path, str]]:
 
 
 def _index(directory: Path, pattern: str) -> Path | None:
-    found = sorted(directory.glob(pattern))
-    if len(found) > 1:
-        raise FormatError(f"{directory}: has {len(found)} indexes; give a directory with the one that is meant")
-    if found and pattern == MODEL and any(directory.glob("*.safetensors")) and not has_files(found[0]):
-        return None  # whoever fetches a model's safetensors and JSON files gets that of its other files as well
-    return found[0] if found else None
+    """None where transformers would take safetensors in its place; also where none of its files is there, as for
+    whoever fetches a model's safetensors and JSON files."""
+    if pattern == MODEL and has_model(directory):
+        return None
+    index = index_of(directory, pattern)
+    is_idle = index is not None and pattern == MODEL and any(directory.glob("*.safetensors")) and not has_files(index)
+    return None if is_idle else index
 
 
 def _optimizer(index: Path) -> dict[str, Any]:

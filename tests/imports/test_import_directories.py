@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,23 @@ def test_one_file_and_a_directory_without_index(tmp_path: Path) -> None:
         assert all(same(found[f"model/{name}"], tensor) for name, tensor in tensors.items())
     save_file({"a": tensors["a"]}, tmp_path / "two.safetensors")
     refuses(tmp_path, tmp_path / "root", "which another file of .* has as well")
+
+
+def test_what_an_earlier_save_has_left_beside_the_model(tmp_path: Path) -> None:
+    """transformers' save_pretrained removes the shards of an earlier save, and neither their index nor shards of
+    torch.save; from_pretrained takes `new` of each of these."""
+    source, new, old = tmp_path / "source", {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    source.mkdir()
+    save_file(new, source / "model.safetensors")
+    for shard in ("model-00001-of-00001.safetensors", "pytorch_model-00001-of-00001.bin"):
+        whole_name = re.sub("-00001-of-00001", "", shard)
+        (source / f"{whole_name}.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    torch.save(old, source / "pytorch_model-00001-of-00001.bin")
+    assert same(whole(read(source))["model/w"], new["w"])
+    save_file(old, source / "model-00001-of-00001.safetensors")
+    refuses(source, tmp_path / "root", "has model.safetensors, and the files of model.safetensors.index.json")
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    assert same(whole(read(source))["model/w"], new["w"])
 
 
 def test_a_set_of_files_without_an_index_must_be_whole(tmp_path: Path) -> None:

@@ -81,8 +81,10 @@ def test_an_index_whose_files_were_not_fetched(tmp_path: Path) -> None:
     assert_same_state(tensors, ckptlib.read(tmp_path / "root")["model"])
 
 
-def test_an_index_whose_files_were_fetched_in_part(tmp_path: Path) -> None:
+def test_shards_that_were_fetched_in_part(tmp_path: Path) -> None:
     write_both(tmp_path / "source", torch_shards=1)
+    for file in (tmp_path / "source").glob("*.safetensors"):
+        file.unlink()
     refuses(tmp_path / "source", tmp_path / "root", "pytorch_model-00002-of-00002.bin")
 
 
