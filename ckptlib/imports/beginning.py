@@ -85,7 +85,8 @@ class Beginning:
 
         def look() -> Format | None:
             path = Path(self._url.removeprefix(LOCAL))
-            if self._url.startswith(LOCAL) and not (path / keys.ROOT).is_file():
+            root = (path / keys.ROOT, path / keys.copy_key(keys.ROOT))
+            if self._url.startswith(LOCAL) and not any(document.is_file() for document in root):
                 return _foreign_format(path)
             if self._session.group.rank == 0:
                 with open_store(self._url, self._options) as store:
