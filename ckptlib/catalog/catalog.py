@@ -32,7 +32,7 @@ from ckptlib.catalog.reading import warm
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.catalog.stand import Stand
-from ckptlib.catalog.unreadable import UNREADABLE, UNUSABLE
+from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -227,7 +227,7 @@ class Catalog:
         self.check_versions(ids)
         if step == "best":
             visible = self._visible(saves, saves, ids)
-            return best_of(self.known_metrics(visible), best or self.best_rule(ids), self.store.url)
+            return best_of(self.known_metrics(visible), best or self.best_rule(saves, ids), self.store.url)
         if step != "latest" and isinstance(step, str) and not is_number(step):
             return named(step, lambda: saves, self.store.url)
         return numbered(step, self._visible(saves, saves, ids), self.store.url)
@@ -249,18 +249,11 @@ class Catalog:
                 log.warning("the metrics of step %d are not known: %s", save.step, error)
         return found
 
-    def best_rule(self, ids: Sequence[GenerationId] | None = None) -> Best | None:
-        """The rule for the best step, of the newest job that has one. `ids`: the generations, where listed before."""
-        ids = self.generation_ids() if ids is None else ids
-        self._warm_generations(ids)
-        for generation in reversed(ids):
-            try:
-                best = self.generation(generation).best
-            except UNUSABLE:
-                continue  # told where history is walked
-            if best is not None:
-                return best
-        return None
+    def best_rule(self, saves: Iterable[SaveId], ids: Sequence[GenerationId] | None = None) -> Best | None:
+        """The rule for the best step, of the newest job that has one. `saves`, `ids`: as for `records`."""
+        records, _ = self.records(saves, newer=True, ids=ids)  # what is lost is told where history is walked
+        rules = (records[generation].best for generation in sorted(records, reverse=True))
+        return next((best for best in rules if best is not None), None)
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""

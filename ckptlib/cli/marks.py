@@ -24,7 +24,7 @@ class Marks:
     @classmethod
     def of(cls, catalog: Catalog, visible: Collection[SaveId]) -> Marks:
         """By one listing of the steps; where a job has said what is best, by the manifests of the `visible` saves."""
-        rule, best = catalog.best_rule(), None
+        rule, best = catalog.best_rule(visible), None
         if rule is not None:
             with suppress(CheckpointNotFound):
                 best = best_of(catalog.known_metrics(sorted(visible)), rule, catalog.store.url)

@@ -118,7 +118,7 @@ def _manifests(catalog: Catalog, saves: Sequence[SaveId], problems: Problems) ->
 
 
 def _best(catalog: Catalog, manifests: Mapping[SaveId, Manifest], visible: Iterable[SaveId]) -> SaveId | None:
-    rule = catalog.best_rule()
+    rule = catalog.best_rule(visible)
     try:
         return best_of({save: numeric(manifests[save].metrics) for save in visible}, rule, catalog.store.url)
     except CheckpointNotFound:

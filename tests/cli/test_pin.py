@@ -77,6 +77,13 @@ def test_best_and_exempt_are_marked_and_found(ckptlib: Ckptlib, judged: LocalSto
     assert ckptlib("show", judged.url, 2, "--json").json["kept"] == ["pinned", "best"]
 
 
+def test_the_best_is_told_by_the_copy_of_a_lost_record(ckptlib: Ckptlib, judged: LocalStore) -> None:
+    (record,) = path_of(judged).glob("generations/*")
+    record.unlink()
+    assert kept(ckptlib, judged) == {2: ["best"], 3: ["exempt"]}
+    assert ckptlib("show", judged.url, "best", "--json").json["step"] == 2
+
+
 def test_a_best_that_nobody_can_tell(ckptlib: Ckptlib, made: LocalStore) -> None:
     result = ckptlib("show", made.url, "best")
     assert result.code == 1
@@ -101,6 +108,7 @@ def test_a_best_that_nobody_can_tell(ckptlib: Ckptlib, made: LocalStore) -> None
         (["--exempt", "--keep-best", "loss", "--mode", "min", "--num-best", 2], [2, 4, 5]),
         (["--keep-best", "acc", "--mode", "min"], [2, 3, 5]),
         (["--keep-within", 1.5], [3, 4, 5]),
+        (["--keep-within", "90min"], [3, 4, 5]),
         (["--keep-every", 4], [3, 4, 5]),
     ],
 )
