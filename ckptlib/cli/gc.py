@@ -15,15 +15,13 @@ from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, somebody_answers
+from ckptlib.cli.quantities import HOURS
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.policy.best import MODES
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
 from ckptlib.words import count, duration, last, size
-
-MOST_HOURS = 24 * 366 * 1000
-"""As much as a time may be, roughly."""
 
 MAX_USERS = 5
 """Steps that use a dropped one and that people see; JSON has all."""
@@ -34,9 +32,9 @@ MAX_USERS = 5
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M.")
 @click.option(
     "--keep-within",
-    type=click.FloatRange(min=0, min_open=True, max=MOST_HOURS),
-    metavar="HOURS",
-    help="Also keep steps taken no longer than this before the newest.",
+    type=HOURS,
+    metavar="TIME",
+    help="Also keep steps taken no longer than this before the newest, such as 36h or 2d; a bare number is hours.",
 )
 @click.option("--keep-best", metavar="METRIC", help="Also keep the best step by this metric; needs --mode.")
 @click.option("--mode", type=click.Choice(MODES), help="Whether small or large values of --keep-best are good.")
@@ -46,10 +44,10 @@ MAX_USERS = 5
 @click.option("--exempt", is_flag=True, help="Also drop steps that were saved as exempt.")
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0, max=MOST_HOURS),
-    default=GRACE.total_seconds() / 3600,
+    type=HOURS,
+    default=f"{GRACE.total_seconds() / 3600:g}h",
     show_default=True,
-    metavar="HOURS",
+    metavar="TIME",
     help="How long to keep the data of a dropped step: at least twice the save deadline of the root.",
 )
 @click.option("--abandoned", is_flag=True, help="Also drop steps that a rewind abandoned.")
@@ -86,8 +84,8 @@ def command(
         keep = Keep(
             last=keep_last,
             every=keep_every,
-            grace=timedelta(hours=grace),
-            within=None if keep_within is None else timedelta(hours=keep_within),
+            grace=timedelta(seconds=grace),
+            within=None if keep_within is None else timedelta(seconds=keep_within),
             best=keep_best,
             mode=mode,
             num_best=num_best,
@@ -189,7 +187,7 @@ def _document(result: Sweep, sizes: Mapping[PackSet, int], used: Mapping[SaveId,
 def _print(
     output: Output, result: Sweep, sizes: Mapping[PackSet, int], used: Mapping[SaveId, Used], grace: float, done: bool
 ) -> None:
-    later = f"data deleted in {duration(grace * 3600)}" if grace else "data deleted at the next run"
+    later = f"data deleted in {duration(grace)}"
     groups = [
         ("dropped" if done else "would drop", result.dropped, later),
         ("condemned" if done else "would condemn", result.condemned, f"never committed, {later}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 
 import click
 from typing_extensions import override
@@ -29,8 +30,8 @@ SECONDS = {"": 1, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run time
     """A number above 0 and one of its units, of either case."""
 
-    def __init__(self, name: str, units: Mapping[str, float], example: str) -> None:
-        self.name, self._units, self._example = name, units, example
+    def __init__(self, name: str, units: Mapping[str, float], example: str, most: float = 1e30) -> None:
+        self.name, self._units, self._example, self._most = name, units, example, most
 
     @override
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -38,7 +39,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run
             return value
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", str(value).lower())
         number = float(found[1]) * self._units[found[2]] if found and found[2] in self._units else 0.0
-        if not 0 < number < 1e30:
+        if not 0 < number < self._most:
             units = ", ".join(unit for unit in self._units if unit)
             self.fail(f"{value!r}: expected a number above 0 and a unit ({units}), such as {self._example}", param, ctx)
         return number
@@ -47,3 +48,5 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run
 COUNT = Quantity("count", COUNTS, "7B")
 SIZE = Quantity("size", BYTES, "80GB")
 SPAN = Quantity("time", SECONDS, "2h")
+HOURS = Quantity("time", {**SECONDS, "": 3600}, "24h", most=timedelta.max.total_seconds())
+"""In seconds, as the other one; a bare number is hours. A timedelta can hold it."""

@@ -222,8 +222,9 @@ def test_gc_drops_what_a_rewind_left_behind(ckptlib: Ckptlib, root: Path) -> Non
         [],
         ["--keep-last", 1, "--keep-every", 0],
         ["--keep-last", 1, "--grace", 0.01],
-        ["--keep-last", 1, "--grace", 1e300],
-        ["--keep-last", 1, "--keep-within", 1e300],
+        ["--keep-last", 1, "--grace", "36s"],
+        ["--keep-last", 1, "--grace", 1e20],
+        ["--keep-last", 1, "--keep-within", 1e20],
     ],
 )
 def test_gc_usage(ckptlib: Ckptlib, made: LocalStore, arguments: list[object]) -> None:
