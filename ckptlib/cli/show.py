@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 
 import click
@@ -28,6 +27,7 @@ from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import Part
 from ckptlib.policy.best import MODES, Best
+from ckptlib.policy.patterns import covers
 from ckptlib.stores import Store
 from ckptlib.verify.findings import attempt
 from ckptlib.words import age, count, cut, last, metrics, moment, plain, ranks, size
@@ -67,7 +67,7 @@ class Objects:
 
 
 @click.command("show", short_help="Show what a step holds.")
-@click.option("--tensors", "pattern", metavar="PATTERN", help="List the tensors whose names match, such as 'model/*'.")
+@click.option("--tensors", "pattern", metavar="PATTERN", help="List tensors: a name, path prefix or pattern.")
 @click.option("--values", "with_values", is_flag=True, help="Print the plain values of rank 0.")
 @click.option("--metric", metavar="NAME", help="With the step best: the metric that says which one is.")
 @click.option("--mode", type=click.Choice(MODES), help="Whether small or large values of --metric are good.")
@@ -107,7 +107,7 @@ def command(
     kept = Marks.of(catalog, visible).on(save, manifest)
     tensors = merged(manifest, layouts)
     objects = stored(store, manifest, packs)
-    chosen = [t for t in tensors if pattern is not None and fnmatchcase(t.entry.name, pattern)]
+    chosen = [t for t in tensors if pattern is not None and covers(pattern, t.entry.name)]
     values = dict(catalog.part(manifest.parts[0]).values) if with_values else None
     document: dict[str, object] = {
         "url": store.url,

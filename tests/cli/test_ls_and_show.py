@@ -154,6 +154,7 @@ def test_show(ckptlib: Ckptlib, saved: Path) -> None:
     }
     assert tensors["model/complex"]["dtype"] == "complex128"
     assert set(tensors) == {f"model/{name}" for name in ("large", "small", "flags", "complex", "count")}
+    assert ckptlib("show", saved, 2, "--tensors", "model", "--json").json["tensors"] == document["tensors"]
     packs = [path for path in files(saved) if "/packs/000000000002" in path]
     assert document["objects"]["packs"] == {"number": 2, "nbytes": sum(files(saved)[path][0] for path in packs)}
     assert set(document["generations"][0]["versions"]) == {"python", "torch", "ckptlib"}
