@@ -78,3 +78,9 @@ def test_lossy_decides_for_what_it_rounds_alone(caplog: pytest.LogCaptureFixture
     layout = Layout(1, tuple(TensorEntry(name, dtype, (4,), OwnPerRank()) for name, dtype in entries))
     run_ranks(1, lambda group: warn_of_unreached(group, rules, layout, 7))
     assert [text.split("'")[1] for text in sorted(warned(caplog))] == ["h/exp_avg", "w"]
+
+
+def test_nothing_is_said_where_there_is_no_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    """As of an import of plain values."""
+    run_ranks(1, lambda group: warn_of_unreached(group, CodecRules.of("auto"), Layout(1, ()), 7))
+    assert warned(caplog) == []
