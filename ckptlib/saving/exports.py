@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -47,7 +47,9 @@ class Exports:
     """One per Checkpointer; main thread. Only rank 0 has anything to do."""
 
     def __init__(self, export: Export | None, session: Session) -> None:
-        self._export = export if session.group.rank == 0 else None
+        self._export = None
+        if export is not None and session.group.rank == 0:  # the training may go to another directory
+            self._export = replace(export, out=Path(export.out).absolute())
         self._session = session
         self._watched: deque[Pending] = deque()
         """That are due, and not known to be committed yet."""
@@ -56,7 +58,7 @@ class Exports:
         self._owed = False
         """Whether the next save is to be exported."""
         self._seen: SaveId | None = None
-        """The latest save that was asked about."""
+        """The latest save to the store that was asked about."""
         self._taken: SaveId | None = None
         """The latest that is exported, if it comes to be committed."""
         self._restored: SaveId | None = None
@@ -87,16 +89,17 @@ class Exports:
         """
         if self._export is None:
             return
-        self._owed = self._owed or self._is_due(step)
+        if self._taken is None or self._taken.step < step:  # `save` and `after_step` may come by with the same step
+            self._owed = self._owed or self._is_due(step)
         self._watch(last)
         self._see_watched()
         self._go_on()
 
     def _watch(self, last: Pending | None) -> None:
         """The latest save is the one to be exported, if that is owed and it goes to the store."""
-        if last is not None and last.save != self._seen:
+        if last is not None and last.drains and last.save != self._seen:  # one on local disks may be drained yet
             self._seen = last.save
-            if last.drains and self._owed:
+            if self._owed:
                 self._watched.append(last)
                 self._taken, self._owed = last.save, False
 

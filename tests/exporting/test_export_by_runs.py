@@ -87,6 +87,25 @@ def test_steps_of_ones_choice_are_exported_meanwhile(tmp_path: Path) -> None:
         assert found == {f"model/{name}": bits(tensor) for name, tensor in model.state_dict().items()}
 
 
+def test_a_due_step_is_exported_once_whoever_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save`, asked for a step behind its `after_step` or before it, had the next save exported as well, or instead."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    told: list[events.Event] = []
+    job, export = Job(tmp_path / "root"), ckptlib.Export("out/{step}", only="model", steps=lambda step: step in (2, 4))
+    tier = {"local": tmp_path / "disk", "drain": ckptlib.Steps(100)}
+    with job.checkpointer(every=2, export=export, on_event=told.append, **tier) as ckpt:
+        os.chdir("elsewhere")
+        for step in ckpt.loop(ckpt.restore().step, 8):
+            if step == 2:
+                ckpt.save(2).wait_committed()  # until now on the local disk alone
+            job.body()
+            if step in (3, 5):
+                ckpt.save(step + 1).wait_committed()
+    assert [event.step for event in told if isinstance(event, events.Exported)] == [2, 4, 8]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["2", "4", "8"]
+
+
 def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").write_text("mine")
     cases = {
