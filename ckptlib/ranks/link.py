@@ -131,11 +131,16 @@ class Link:
             work = self._gloo.recv_anysource([_tensor(request)], _REQUEST)
             work.wait(REQUEST_WITHIN)
         except RuntimeError as error:
-            self.broken = True
-            with suppress(RuntimeError):  # the time-out
-                self._gloo.recv_anysource([_byte()], _NOTHING).wait(timedelta(milliseconds=1))
+            self.cut()
             raise AgreementFailed(f"waiting for a request failed on rank {self._ranks[self.rank]}: {error}") from error
         return int(work._source_rank())
+
+    def cut(self) -> None:
+        """Closes the connections to all peers. Whoever waits for a message, at either end, raises AgreementFailed; but
+        who waits for a request waits on. From any thread."""
+        self.broken = True
+        with suppress(RuntimeError):  # a time-out: the one way to it that each torch has
+            self._gloo.recv_anysource([_byte()], _NOTHING).wait(timedelta(milliseconds=1))
 
     def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
         """Sends the answer to a request. Raises AgreementFailed."""

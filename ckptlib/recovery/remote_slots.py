@@ -56,6 +56,9 @@ _REQUEST = struct.Struct("<QQQQ")
 _DONE = 2**64 - 1
 """Instead of an offer, once for each thread: no rank has more requests."""
 
+DONE_WITHIN_S = 5.0
+"""The most that a rank waits for that once all have agreed: who is to send it may have died since."""
+
 _VERDICT = struct.Struct("<?I507s")
 """Whether the bytes are the slot's; where they are not, why: so many bytes of UTF-8, with the error's class."""
 
@@ -176,17 +179,21 @@ class Exchange(Generic[T]):
         return self._open(offers[number])
 
     def close(self, together: bool) -> None:
-        """`together`: whether all ranks come here, having agreed that none reads any more. Else the threads wait on,
-        and the link with them: it must not be closed under them."""
+        """`together`: whether all ranks come here, having agreed that none reads any more. Else those that read from
+        this rank are told at once. Threads that wait for a request then are left, and the link, which would be closed
+        under them; so are they where the rank that was the first to ask is gone."""
         if together:
-            self._end_threads()
-        if any(thread.is_alive() for thread in self._threads):
-            log.warning("what other ranks read from this rank is not known to be over: its threads are left alone")
-            return
-        self._link.close()
+            self._send_done()
+            deadline = time.monotonic() + DONE_WITHIN_S
+            for thread in self._threads:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        else:
+            self._link.cut()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._link.close()
 
-    def _end_threads(self) -> None:
-        """Those of the ranks that this one was the first to ask, and its own."""
+    def _send_done(self) -> None:
+        """To the threads of the ranks that this one was the first to ask."""
         word = memoryview(bytearray(_REQUEST.pack(_DONE, 0, 0, 0)))
         servers = [server for server, asker in self._first_askers.items() if asker == self._link.rank]
         try:
@@ -197,9 +204,6 @@ class Exchange(Generic[T]):
                 wait()
         except AgreementFailed as error:
             log.warning("%s", error)
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 class Remote:

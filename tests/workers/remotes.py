@@ -411,25 +411,47 @@ def shares_on_disks(directory: Path) -> None:
         assert rank() == 2 or "rank 2 says: " in str(caught.value)
 
 
+class Hangs:
+    where, end = "a disk", 1 << 45
+
+    def __init__(self) -> None:
+        self.asked, self.ended = threading.Event(), threading.Event()
+
+    def view(self, at: int, nbytes: int) -> memoryview:
+        self.asked.set()
+        self.ended.wait(60)
+        return memoryview(bytes(nbytes))
+
+
 def disk_that_hangs(directory: Path) -> None:
     """Rank 0's, as it reads out. The other rank is told at its time-out what to do."""
-    ended = threading.Event()
-
-    class Hangs:
-        where, end = "a disk", 1 << 45
-
-        def view(self, at: int, nbytes: int) -> memoryview:
-            ended.wait(60)
-            return memoryview(bytes(nbytes))
-
-    exchange = Exchange(world(), PATIENCE, lambda what: Hangs())
+    disk = Hangs()
+    exchange = Exchange(world(), PATIENCE, lambda what: disk)
     exchange._link._timeout = timedelta(seconds=0.5) if rank() else PATIENCE  # to connect may take longer
     for there in exchange.add([("its share", 0, 1)]).values():
         with pytest.raises(AgreementFailed, match=r"within .* Rank 0 reads its local disk: .* without `local`"):
             RemoteShare(there).part()
     dist.barrier()
-    ended.set()
+    disk.ended.set()
     exchange.close(together=False)
+
+
+def leaves_alone(directory: Path) -> None:
+    """Rank 0, in the middle of what it reads out: who waits for that is told at once."""
+    disk = Hangs()
+    exchange = Exchange(world(), PATIENCE, lambda what: disk)
+    theirs, began = exchange.add([("its share", 0, 1)]), time.monotonic()
+    if rank() == 0:
+        assert disk.asked.wait(60)
+        exchange.close(together=False)
+    for there in theirs.values():
+        with pytest.raises(AgreementFailed, match="asking rank 0 failed"):
+            there.read_at(0, memoryview(bytearray(8)))
+    assert time.monotonic() - began < PATIENCE.total_seconds() / 2
+    dist.barrier()
+    disk.ended.set()
+    if rank() > 0:
+        exchange.close(together=False)
 
 
 def values_for_a_warning_alone(directory: Path) -> None:
@@ -486,6 +508,7 @@ class Data:
 def killed(directory: Path) -> None:
     """Rank 1 with requests that rank 2 has not come to; rank 2 in the middle of what it reads out: the last case."""
     first = Link(world(), PATIENCE) if rank() == 1 else Exchange(world(), PATIENCE, lambda what: Data())
+    remote_module.DONE_WITHIN_S = 0.1
     if rank() == 2:
         remote_module.Link = Dies  # type: ignore[misc]
     last = Exchange(world(), PATIENCE, lambda what: Data())
@@ -511,8 +534,10 @@ def killed(directory: Path) -> None:
                 reads = [executor.submit(there["ours"].read_at, 0, piece) for piece in pieces]
             assert [type(read.exception()) for read in reads] == [AgreementFailed] * len(reads)
         assert time.monotonic() - began < PATIENCE.total_seconds() / 2, "as soon as rank 2 knows"
+        began = time.monotonic()
         for exchange in (first, last):
-            exchange.close(together=False)
+            exchange.close(together=True)  # as where rank 1 has died since all agreed
+        assert time.monotonic() - began < PATIENCE.total_seconds() / 2
 
 
 CASES = [
@@ -529,6 +554,7 @@ CASES = [
     more_is_asked_for_later,
     values_for_a_warning_alone,
     disk_that_hangs,  # whose threads are left
+    leaves_alone,
     killed,
 ]
 
