@@ -5,15 +5,22 @@ Knows which classes of errors travel between ranks: those of ckptlib.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from ckptlib import errors
 from ckptlib.errors import AgreementFailed
 from ckptlib.ranks.group import Group
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+
+TOLD_AFTER_S = 60.0
+"""After so long a rank says that others wait for it; again after twice as long each time."""
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
@@ -55,13 +62,29 @@ def _known(error: Exception) -> str:
 def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
     """As `together`, for calls that may take one rank longer than a collective waits.
 
-    The call runs in a thread; the ranks meet now and then, so that a slow rank is waited for, and a dead one is not.
-    Returns, or raises, when the call has ended here.
+    The call runs in a thread; the ranks meet now and then, so that a slow rank is waited for, and a dead one is not. A
+    rank that others have waited for a while says so: its disk may hang, for ever. Where one has lost another, none is
+    waited for. Returns, or raises, when the call has ended here.
     """
     if group.size == 1:
         return together(group, what, call)
+    began, told_s = time.monotonic(), TOLD_AFTER_S
     with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
         work = executor.submit(call)
-        while group.any(not wait([work], group.patience_s).done):
-            pass
-        return together(group, what, work.result)
+        while True:
+            ended = bool(wait([work], group.patience_s).done)
+            lost = ended and isinstance(work.exception(), AgreementFailed)
+            left, num_lost = group.start_sum([int(not ended), int(lost)])()
+            if not left or num_lost:
+                return together(group, what, lambda: _result(work, what))
+            took_s = time.monotonic() - began
+            if left < group.size and took_s > told_s and not ended:
+                mine, done = group.global_rank(group.rank), group.size - left
+                log.warning("%s: rank %d is still at it after %.0f s; %d ranks have done it", what, mine, took_s, done)
+                told_s *= 2
+
+
+def _result(work: Future[Result], what: str) -> Result:
+    if not work.done():
+        raise AgreementFailed(f"{what} has not ended here, and another rank has lost one that it needs for it")
+    return work.result()

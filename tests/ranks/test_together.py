@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
+import re
+import threading
 
 import pytest
 from rankthreads import run_ranks
 
 import ckptlib
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, ObjectNotFound
+from ckptlib.ranks import together as together_module
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.together import by_rank_0, together
+from ckptlib.ranks.together import by_rank_0, together, together_at_length
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,53 @@ def test_together_all_raise_the_same_class_where_ranks_fail_differently() -> Non
     assert found[3] is errors[3]
     assert found[2].__cause__ is errors[2]
     assert str(found[0]) == str(found[2]) == "reading failed on 3 of 4 ranks; on rank 1: w: bad"
+
+
+def test_a_rank_that_others_wait_for_at_length_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its disk hangs: nobody would know which of a thousand it is."""
+    told, heard = list[str](), threading.Event()
+
+    class Hears(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            heard.set()
+
+    def on_rank(group: Group) -> bool:
+        group.patience_s = 0.01
+        return together_at_length(group, "reading", lambda: group.rank != 2 or heard.wait(60))
+
+    monkeypatch.setattr(together_module, "TOLD_AFTER_S", 0.0)
+    handler = Hears()
+    together_module.log.addHandler(handler)
+    try:
+        assert run_ranks(4, on_rank, first_global_rank=8) == [True] * 4
+    finally:
+        together_module.log.removeHandler(handler)
+    assert {*told} == {told[0]}
+    assert re.fullmatch(r"reading: rank 10 is still at it after 0 s; 3 ranks have done it", told[0])
+
+
+def test_no_rank_is_waited_for_at_length_where_another_has_lost_one() -> None:
+    """As where the one that is lost reads from the disk that hangs: the job would stand still for ever."""
+    ended = threading.Event()
+
+    def on_rank(group: Group) -> str:
+        def act() -> None:
+            if group.rank == 1:
+                raise AgreementFailed("rank 0 did not answer")
+            assert group.rank == 2 or ended.wait(30), "the others wait for it"
+
+        group.patience_s = 0.01
+        with pytest.raises(AgreementFailed) as caught:
+            together_at_length(group, "reading", act)
+        if group.rank == 1:
+            ended.set()
+        return str(caught.value)
+
+    told = run_ranks(3, on_rank)
+    assert told[0] == "reading has not ended here, and another rank has lost one that it needs for it"
+    assert told[1] == "rank 0 did not answer"
+    assert told[2] == f"reading failed on 2 of 3 ranks; on rank 0: {told[0]}"
 
 
 def test_together_returns_each_ranks_own() -> None:
