@@ -39,7 +39,7 @@ from ckptlib.jobs import JobFutures
 from ckptlib.policy.tier import directory_of
 from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
 from ckptlib.saving.settings import SAVE_DEADLINE
-from ckptlib.staging.arena import directories
+from ckptlib.staging.arena import searched
 from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.stores import open_store
 from ckptlib.stores.flushing import flush_path
@@ -155,7 +155,7 @@ class StepFolders:
         except CheckpointNotFound:
             return
         generation = catalog.next_generation()
-        others = OtherSlots(root.id, generation, directories(self._arena))
+        others = OtherSlots(root.id, generation, searched(self._arena))
         deadline = time.monotonic() + ORPHANS_TIMEOUT_S
         while others.under_way() and time.monotonic() < deadline:
             time.sleep(POLL_S)

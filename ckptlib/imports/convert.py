@@ -34,7 +34,7 @@ from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, Resumable, Settings
 from ckptlib.saving.standing import await_room
 from ckptlib.saving.terminal import show
-from ckptlib.staging.arena import directories
+from ckptlib.staging.arena import searched
 from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.state.collector import Flat
 from ckptlib.state.raw_bytes import bytes_of
@@ -206,7 +206,7 @@ def _finish(settings: Settings, flat: Flat, left: Unfinished) -> bool:
 
 def _reclaim(catalog: Catalog, settings: Settings) -> None:
     """Removes the copy that a killed import has left, as a session would."""
-    OtherSlots(catalog.root().id, catalog.next_generation(), directories(settings.arena)).reclaim()
+    OtherSlots(catalog.root().id, catalog.next_generation(), searched(settings.arena)).reclaim()
 
 
 def _resumable(settings: Settings, left: Unfinished | None) -> Resumable:

@@ -45,7 +45,7 @@ from ckptlib.saving.verdicts import Verdicts
 from ckptlib.saving.whole_state import whole_state
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import check_platform
-from ckptlib.staging.arena import directories
+from ckptlib.staging.arena import searched
 from ckptlib.staging.pair import CopySource
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import CopyJob, Stager, Staging
@@ -130,7 +130,7 @@ class Session:
             settings.save_deadline.total_seconds(),
             settings.tags,
             run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
-            directories(settings.arena),
+            searched(settings.arena),
             None if settings.resumable is None else settings.resumable.generation,
             None if local is None else local.path,
         )

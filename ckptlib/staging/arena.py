@@ -27,8 +27,17 @@ NEVER = 2**62
 
 
 def directories(given: Path | None) -> list[Path]:
-    """Where the slots of a job may be that was given this directory, the usual one first."""
-    return [*files.usual()] if given is None else [given]
+    """Where the slots of a job may be that was given this directory, the usual one first.
+
+    Each by its real path: a process that opened one of its own slots by another path would drop its locks on it.
+    """
+    return [Path(os.path.realpath(path)) for path in (files.usual() if given is None else (given,))]
+
+
+def searched(given: Path | None) -> list[Path]:
+    """Where the slots of other jobs may be, and the files of their writers, for one that was given this directory: they
+    may have been given none."""
+    return [*dict.fromkeys([*directories(given), *filter(os.path.isdir, directories(None))])]
 
 
 class Arena:
@@ -44,7 +53,7 @@ class Arena:
         """
         self._prefix = prefix_of(root_id, generation)
         self._directory, *self._fallbacks = directories(directory)
-        self.others = OtherSlots(root_id, generation, directories(directory))
+        self.others = OtherSlots(root_id, generation, searched(directory))
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._steps: dict[Slot, int] = {}

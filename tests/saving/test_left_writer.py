@@ -151,14 +151,18 @@ def waiting(left: Left) -> Iterator[list[str]]:
     logger.setLevel(level)
 
 
-@pytest.mark.parametrize("peers", [None, ckptlib.Peers(copies=0)], ids=["storage", "memory"])
+@pytest.mark.parametrize(
+    ("peers", "moves"),
+    [(None, False), (ckptlib.Peers(copies=0), False), (None, True)],
+    ids=["storage", "memory", "another arena"],
+)
 def test_a_restart_waits_for_orders_that_were_not_read(
-    left: Left, waiting: list[str], peers: ckptlib.Peers | None
+    left: Left, waiting: list[str], tmp_path: Path, peers: ckptlib.Peers | None, moves: bool
 ) -> None:
     """Without peers the restart would have taken the slot away; with them it counts for nothing without the record."""
     left.die_at(1, peers=peers)
-    state = crash_jobs.State(crash_jobs.NUMEL)
-    with ckptlib.Checkpointer(left.root, state.mapping, every=10**6, peers=peers) as ckpt:
+    state, arena = crash_jobs.State(crash_jobs.NUMEL), tmp_path if moves else None
+    with ckptlib.Checkpointer(left.root, state.mapping, every=10**6, peers=peers, arena=arena) as ckpt:
         report = ckpt.restore()
         assert (waiting, report.step, report.in_memory) == (["waits"], 1, peers is not None)
         state.check(1)
