@@ -89,17 +89,22 @@ class Arena:
         self._warming = self._begin(make)
 
     def grow(self) -> None:
-        """Makes one slot more, once, in the background: nobody waits for it, and without room there is none."""
+        """Makes one slot more than needed, in the background: nobody waits for it, and without room there is none. It
+        is tried again when there is: behind a restart, the slots of the job before are there still."""
+        capacity = max((slot.capacity for slot in self._slots), default=0)
 
         def make() -> None:
             try:
-                self._slots.append(self._make(max(slot.capacity for slot in self._slots), must=False))
+                self._slots.append(self._make(capacity, must=False))
             except NoRoom as error:
                 log.warning("%s; memory keeps fewer snapshots while one is being written to the store", error)
 
+        if not self._slots or len(self._slots) > self._num_slots:
+            return
+        if self._growing is not None and (self._growing.busy or _free_in(self._directory) < 2 * capacity):
+            return
         self._pinning.choose_device()
-        if self._growing is None and self._slots:
-            self._growing = self._begin(make)
+        self._growing = self._begin(make)
 
     def _begin(self, make: Job) -> JobThread:
         thread = JobThread("arena")

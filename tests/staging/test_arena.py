@@ -282,18 +282,26 @@ def test_a_file_goes_back_to_memory_that_has_room_again(
     arena.close(unlink=True)
 
 
-def test_one_slot_more_than_needed_is_no_file_on_a_disk(
+def test_one_slot_more_than_needed_is_made_where_memory_has_room_and_is_no_file_on_a_disk(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each fourth snapshot would go there."""
     monkeypatch.setattr(files, "MEMORY", small)
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    before = small / "before"
+    before.write_bytes(bytes(3 << 19))
     arena = Arena(ROOT_ID, GENERATION, None, 1)
-    first = taken(arena, -1, [], 3 << 19)
-    arena.grow()
-    arena.await_made()
+    first = taken(arena, -1, [], 1 << 18)
+    for _ in range(3):
+        arena.grow()
+        arena.await_made()
     assert arena.slots == [first]
-    assert "memory keeps fewer snapshots" in caplog.text
+    assert caplog.text.count("memory keeps fewer snapshots") == 1
+    before.unlink()
+    for _ in range(3):
+        arena.grow()
+        arena.await_made()
+    assert [slot.path.parent for slot in arena.slots] == [small] * 2, "one, as soon as there is room"
     arena.close(unlink=True)
 
 
