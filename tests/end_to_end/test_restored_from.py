@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.increments import body_of
-from helpers.inside import settle
+from helpers.inside import num_saves, settle
 from helpers.one_job import WAIT_S, Job, catalog, step_once, steps
 from helpers.writers import until
 
@@ -36,6 +36,7 @@ def test_the_tier_is_in_the_account_and_in_manifests(tmp_path: Path, tier: str) 
         with ckptlib.Checkpointer(tmp_path / "root", state, every=2, arena=tmp_path / "arena", **more) as ckpt:
             report = ckpt.restore()
             told.append(report.tier if report.step else None)
+            assert num_saves(ckpt) == 0 or tier != "store", "without peers, what the store has is not kept again"
             for step in ckpt.loop(report.step, last):
                 state["w"] += 1
                 if fails and step == last - 1:

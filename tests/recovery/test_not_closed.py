@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.inside import arena_of, session_of, snapshots_of, writer_of
+from helpers.inside import arena_of, has_said, session_of, snapshots_of, writer_of
 from helpers.interrupted import interrupted_at
 from helpers.one_job import WAIT_S
 from helpers.registry import forget_session, session_at
@@ -162,7 +162,8 @@ def test_the_next_one_waits_for_no_save_whose_begin_was_interrupted(tmp_path: Pa
 def test_what_an_open_one_has_in_memory_only_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     peers = ckptlib.Peers(copies=0)
     first = ckptlib.Checkpointer(tmp_path, {"w": torch.ones(1000)}, every=10**6, peers=peers)
-    first.save(1).wait_committed(WAIT_S)
+    first.save(1)
+    until(lambda: has_said(first, "committed"))
     with ckptlib.Checkpointer(tmp_path, a_state(), every=10**6, peers=peers) as second:
         assert second.restore().step == 1
     assert "in memory only" not in caplog.text, "the store has it"
