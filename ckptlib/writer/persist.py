@@ -17,7 +17,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CorruptData, FormatError, StoreError
-from ckptlib.format.keys import PartName, SaveId, new_nonce, pack_save
+from ckptlib.format.keys import PartName, SaveId, layout_key, new_nonce, pack_save
 from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
 from ckptlib.slots.slot import Slot
@@ -159,8 +159,8 @@ class Persister:
         )
         name, document = part.encode()
         self.parts.put(part, name.key, document, elapsed, may_take, self._deadline)
-        if self._on_disk:
-            self._put_layout(snapshot)  # a sweep of this disk may have met it before this part named it
+        if self._on_disk and self._store.entry(layout_key(snapshot.layout.digest)) is None:
+            self._put_layout(snapshot)  # a sweep of this disk had met it before this part named it
         if part.rank == self._rank:
             if may_be_parent:
                 self._parents.remember(part)

@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers.actors import ActorStore
 from helpers.persists import OneRank
 
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.commit import Committer
 from ckptlib.format import keys
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.drained_parents import DrainedParents
 from ckptlib.writer.persist import Persister
@@ -49,3 +51,18 @@ def test_a_layout_that_a_sweep_of_the_disk_removes_before_a_part_names_it_is_put
     part = Persister(disk, ThreadPoolExecutor(1), 0, 1, drained=drained).persist(slot, save)
     slot.unlink()
     assert removed == [keys.layout_key(part.table.layout)] == [entry.key for entry in disk.scan(keys.LAYOUTS)]
+
+
+def test_a_layout_that_is_on_the_disk_is_flushed_once_for_each_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each flush of a directory is a write to the journal, for which the save waits."""
+    job = OneRank(tmp_path, MemoryStore(), "raw")
+    disk, drained = LocalStore(str(tmp_path / "disk")), DrainedParents(lambda: Steps([], []))
+    persister, flushed, flush = Persister(disk, ThreadPoolExecutor(1), 0, 1, drained=drained), list[str](), disk.flush
+    monkeypatch.setattr(disk, "flush", lambda prefix: (flushed.append(prefix), flush(prefix)))
+    for found in ([], [keys.LAYOUTS]):
+        save, slot = job.slot({"w": np.zeros(4, np.float32)})
+        persister.persist(slot, save)
+        slot.unlink()
+        assert flushed == found
