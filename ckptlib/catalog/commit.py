@@ -20,12 +20,12 @@ from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
-from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import check_kept, times_of
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
     FormatError,
+    ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
     ReplicasDiffer,
@@ -111,8 +111,11 @@ class Committer:
         catalog.store.flush(save.parts_prefix)  # a part is listed a moment before its name survives a power loss
         put, before = _Put(manifest, elapsed, live, orphaned), self._doubted
         self._put, self._doubted = put, save
+        is_own = True
         try:
-            is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
+            catalog.store.put(save.manifest_key, manifest.encode(), create=True)
+        except ObjectExists:
+            is_own = False
         except (StoreDenied, StoreFull):
             if catalog.store.is_local:  # elsewhere a request before may have put it, whose answer was lost
                 self._doubted = before

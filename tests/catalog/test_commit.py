@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from ckptlib.errors import (
     ObjectNotFound,
     ReplicasDiffer,
     SaveFailed,
+    StoreFull,
     Superseded,
 )
 from ckptlib.format import keys
@@ -104,6 +106,29 @@ def test_a_manifest_that_another_one_has_put_is_durable_before_it_counts(
     flushed = note_flushes(monkeypatch)
     how(Catalog(catalog.store), save, names)
     assert f"{tmp_path}/steps" in flushed
+
+
+def test_what_another_one_has_put_may_be_there_where_its_directory_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk refuses a put of its own, and then nothing is there."""
+    catalog, fsync = make_root(LocalStore(str(tmp_path))), os.fsync
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10))
+    for is_there in (False, True):
+
+        def full(fd: int) -> None:
+            if os.readlink(f"/proc/self/fd/{fd}") == f"{tmp_path}/steps":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(fd)
+
+        if is_there:
+            Committer(catalog).commit(save, names)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            committer = Committer(Catalog(catalog.store))
+            with pytest.raises(StoreFull):
+                committer.commit(save, names)
+        assert (catalog.is_committed(save), committer.may_have_put(save)) == (is_there, is_there)
 
 
 def test_whoever_commits_puts_the_same(store: Store, catalog: Catalog) -> None:
