@@ -131,6 +131,17 @@ def test_what_another_one_has_put_may_be_there_where_its_directory_cannot_be_flu
         assert (catalog.is_committed(save), committer.may_have_put(save)) == (is_there, is_there)
 
 
+def test_the_size_of_a_step_is_known_where_the_names_of_parts_do_not_tell_it(store: Store, catalog: Catalog) -> None:
+    """As those do not that an earlier version has put."""
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    size = Committer(catalog).manifest_of(save, names).nbytes
+    early = [replace(name, uses=None, nbytes=None) for name in names]
+    for name, renamed in zip(names, early, strict=True):
+        store.put(renamed.key, store.get(name.key))
+    for found in (early, [names[0], early[1]]):
+        assert Committer(Catalog(store)).manifest_of(save, found).nbytes == size > 0
+
+
 def test_whoever_commits_puts_the_same(store: Store, catalog: Catalog) -> None:
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
     Committer(catalog).commit(save, names)
