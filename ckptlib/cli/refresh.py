@@ -9,12 +9,12 @@ import click
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.resolving import resolve_manifest
+from ckptlib.catalog.shared_documents import put_new
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output
 from ckptlib.cli.stands import stands_of
-from ckptlib.errors import ObjectExists
 from ckptlib.format import documents
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import STEPS, SaveId
 from ckptlib.stores import Store
 from ckptlib.words import count, size
 
@@ -35,8 +35,7 @@ def command(store: Store, output: Output, step: str) -> bool:
     """
     catalog = Catalog(store)
     save = catalog.resolve(step)
-    marked = catalog.steps().refreshes
-    new = save not in marked and _mark(store, save)
+    new = _mark(catalog, save)
     newest = resolve_manifest(catalog, "latest")
     covered = [other for other in (*stands_of(newest).on, newest.save) if save.refresh_covers(other)]
     output.document(
@@ -60,10 +59,10 @@ def command(store: Store, output: Output, step: str) -> bool:
     return True
 
 
-def _mark(store: Store, save: SaveId) -> bool:
+def _mark(catalog: Catalog, save: SaveId) -> bool:
     """Whether the mark was put; not when it is there already."""
-    try:
-        store.put(save.refresh_key, documents.encode("refresh", {"save": str(save), "created": time.time()}))
-    except ObjectExists:
+    if save in catalog.steps().refreshes:
+        catalog.store.flush(STEPS)  # whoever has put it may have died before the name was durable
         return False
-    return True
+    mark = documents.encode("refresh", {"save": str(save), "created": time.time()})
+    return put_new(catalog.store, save.refresh_key, mark)

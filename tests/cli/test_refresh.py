@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from helpers.commands import DAY_S, Ckptlib, files
+from helpers.flushed import note_flushes
 from helpers.increments import SIDE, body_of, save_steps
 from onerank import Root
 from support import age
@@ -33,12 +35,15 @@ def test_the_next_save_writes_again_what_is_marked(ckptlib: Ckptlib, tmp_path: P
     assert "nothing to do" in shown.out
 
 
-def test_a_mark_that_is_there_is_no_error_and_stays_as_it_is(ckptlib: Ckptlib, sharing: Path) -> None:
+def test_a_mark_that_is_there_is_no_error_and_stays_as_it_is(
+    ckptlib: Ckptlib, sharing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "2 saves up to step 5" in ckptlib("refresh", sharing, "latest").out
-    before = files(sharing)
+    before, flushed = files(sharing), note_flushes(monkeypatch)
     again = ckptlib("refresh", sharing, 5, "--json")
     assert (again.code, again.json["new"]) == (0, False)
     assert files(sharing) == before
+    assert f"{sharing}/steps" in flushed, "who has put it may have been killed before that"
     assert len(Catalog(LocalStore(str(sharing))).steps().refreshes) == 1
     assert [row["step"] for row in ckptlib("ls", sharing, "--json").json["steps"]] == [1, 2, 3, 4, 5]
 
