@@ -150,6 +150,34 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
     assert nth > 20
 
 
+def test_what_a_power_loss_brings_back_hurts_no_listed_step_and_goes_again() -> None:
+    """No deletion is flushed, so any of a sweep's may be undone: all of them, or one of a few."""
+    before, nth, crashed = MemoryStore(), 0, True
+    generation = make_busy_root(before)
+    while crashed:
+        inner = copy_of(before, Path())
+        try:
+            sweep(Catalog(CrashingStore(inner, nth)), Keep(last=2), generation)
+            crashed = False
+        except Crash:
+            pass
+        there, was_there = objects_of(inner), objects_of(before)
+        gone = sorted(was_there.keys() - there.keys())
+        there.update({key: was_there[key] for key in (gone, gone[::2], gone[1::2])[nth % 3]})
+        assert listed_steps_are_whole(inner)[-2:] == [5, 6]
+        finished = finish_saves(Catalog(inner), GenerationId(99, "0" * 8))
+        assert {save.step for save in finished} <= {1, 3}, "a step of which all is back"
+        for _ in range(5):
+            sweep(Catalog(inner), Keep(last=2), generation)
+            assert listed_steps_are_whole(inner)[-2:] == [5, 6]
+            age(inner, LATER_S)
+        assert listed_steps_are_whole(inner) == [5, 6]
+        left = [len(inner.scan(prefix)) for prefix in (keys.PACKS, keys.PARTS, keys.LAYOUTS, keys.TRASH)]
+        assert left == [2, 2, 1, 0]
+        nth += 1
+    assert nth > 20
+
+
 # -- a job that comes to use what nothing named
 
 
