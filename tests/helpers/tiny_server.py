@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import http.client
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from helpers.answering import Handler, Server
 
-class TinyServer(ThreadingHTTPServer):
-    daemon_threads = True
+
+class TinyServer(Server):
     request_queue_size = 512
 
     def __init__(self) -> None:
@@ -22,22 +21,14 @@ class TinyServer(ThreadingHTTPServer):
         self.seen: list[str] = []
         """Method and target of each request, in order."""
         self.heads: list[list[tuple[str, str]]] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(_Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reset connection is what these tests are about."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: TinyServer
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def parse_request(self) -> bool:
         ok = super().parse_request()
@@ -46,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.heads.append(list(self.headers.items()))
         return ok
 
-    def _body(self) -> bytes:
+    def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = b""
             while nbytes := int(self.rfile.readline().split(b";")[0], 16):
@@ -68,8 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def do_PUT(self) -> None:
-        self.server.objects[self.path.partition("?")[0]] = self._body()
-        self._answer(200, b"")
+        self.server.objects[self.path.partition("?")[0]] = self.body()
+        self.answer(200)
 
     do_POST = do_PUT
 
@@ -77,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         body = self.server.objects.get(path)
         if body is None:
-            self._answer(404, b"nothing")
+            self.answer(404, b"nothing")
         elif query == "chunked":
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
@@ -92,39 +83,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.close_connection = True
         elif query == "unchanged":
-            self._answer(304, b"")
+            self.answer(304)
         else:
-            self._answer(200, body)
+            self.answer(200, body)
 
     def do_HEAD(self) -> None:
-        body = self.server.objects.get(self.path, b"")
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.answer(200, self.server.objects.get(self.path, b""))
 
     def do_DELETE(self) -> None:
         self.server.objects.pop(self.path, None)
-        self.send_response(204)
-        self.end_headers()
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        if status != 304:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@contextmanager
-def tiny_server() -> Iterator[TinyServer]:
-    with TinyServer() as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.02])
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+        self.answer(204)
 
 
 def ask(url: str, method: str, target: str, body: bytes | None = None, **fields: str) -> tuple[int, bytes]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from helpers.answering import Handler, Server
 
 from ckptlib.errors import ObjectNotFound, StoreTimeout
 from ckptlib.stores import Store, open_store
@@ -21,23 +20,14 @@ CALLS: dict[str, Callable[[Store], object]] = {
 }
 
 
-class _Router(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Router(Handler):
     code = ""
 
-    def _answer(self) -> None:
-        self.send_response(404)
-        if self.code:
-            self.send_header("x-ms-error-code", self.code)
+    def do_GET(self) -> None:
         page = b"<html><body>default backend - 404</body></html>"
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
+        self.answer(404, page, Content_Type="text/html", **({"x-ms-error-code": self.code} if self.code else {}))
 
-    do_GET = do_DELETE = _answer
-
-    def log_message(self, format: str, *args: object) -> None: ...
+    do_DELETE = do_GET
 
 
 @pytest.fixture
@@ -46,14 +36,10 @@ def store(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(fsspec_store, "RETRY_S", 0.2)
     monkeypatch.setattr("ckptlib.stores.io_limits.RETRY_S", 0.2)
     handler = type("Router", (_Router,), {"code": code})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        place = f"{ACCOUNT};BlobEndpoint=http://127.0.0.1:{server.server_port}/a;"
+    with Server(handler) as server:
+        place = f"{ACCOUNT};BlobEndpoint={server.url}/a;"
         with open_store("az://bucket/run", {"connection_string": place}) as store:
             yield store
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("code", [""])

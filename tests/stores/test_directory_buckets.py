@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import http.client
 import re
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import boto3
 import pytest
 import torch
+from helpers.answering import Handler, Server
 from helpers.registry import forget_session
 from helpers.s3 import S3_KEYS, s3_options
 
@@ -32,25 +31,18 @@ UPLOAD = re.compile(rb"<Upload>.*?<Key>(.*?)</Key>.*?</Upload>", re.DOTALL)
 CONTENTS = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
 
 
-class Front(ThreadingHTTPServer):
-    daemon_threads = True
-
+class Front(Server):
     def __init__(self, upstream: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.upstream = upstream.removeprefix("http://")
         self.refused: list[str] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: Front
 
     def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        body = self.body()
         asked = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
         lists = self.command == "GET" and ("list-type" in asked or "uploads" in asked)
         prefix = asked.get("prefix", [""])[0]
@@ -84,8 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None: ...
-
 
 def _one_upload(page: bytes, marker: str) -> bytes:
     """Of a page of uploads the first behind the marker, and the next marker where more come."""
@@ -103,11 +93,7 @@ def front(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     monkeypatch.setenv("AWS_S3_DISABLE_EXPRESS_SESSION_AUTH", "true")  # moto has no sessions
     boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **S3_KEYS).create_bucket(Bucket=BUCKET)
     with Front(s3_endpoint) as front:
-        thread = threading.Thread(target=front.serve_forever)
-        thread.start()
         yield front
-        front.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 from helpers.server_process import free_ports
-from helpers.tiny_server import TinyServer, all_until_the_end, ask, body_of, put_head, raw_connection, tiny_server
+from helpers.tiny_server import TinyServer, all_until_the_end, ask, body_of, put_head, raw_connection
 
 from ckptlib.testing import FaultProxy
 
@@ -26,7 +26,7 @@ GET = b"GET /b/k HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture
 def server() -> Iterator[TinyServer]:
-    with tiny_server() as server:
+    with TinyServer() as server:
         server.objects["/b/k"] = BODY
         yield server
 

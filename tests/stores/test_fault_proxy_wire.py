@@ -19,7 +19,7 @@ import obstore
 import pytest
 from botocore.exceptions import BotoCoreError
 from helpers.servers import ObjectStorage, s3_client, start_seaweedfs
-from helpers.tiny_server import TinyServer, all_until_the_end, ask, raw_connection, tiny_server
+from helpers.tiny_server import TinyServer, all_until_the_end, ask, raw_connection
 from obstore.store import S3Store
 
 from ckptlib.testing import FaultProxy
@@ -29,7 +29,7 @@ BODY = os.urandom(300_000)
 
 @pytest.fixture
 def server() -> Iterator[TinyServer]:
-    with tiny_server() as server:
+    with TinyServer() as server:
         server.objects["/b/k"] = BODY
         yield server
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.server_process import free_ports
-from helpers.tiny_server import ask, tiny_server
+from helpers.tiny_server import TinyServer, ask
 from places import ROOT
 
 from ckptlib.stores.fault_proxy.ops import error_answer, op_of
@@ -158,7 +158,7 @@ def test_each_store_says_no_in_its_own_words(target: str, fields: dict[bytes, by
 
 def test_rules_from_a_file_that_changes(tmp_path: Path) -> None:
     path, (port,) = tmp_path / "rules.json", free_ports(1)  # which no other test is given while the proxy is down
-    with tiny_server() as server, FaultProxy(server.url, port=port, rules_path=path) as proxy:
+    with TinyServer() as server, FaultProxy(server.url, port=port, rules_path=path) as proxy:
         server.objects["/b/k"] = b"data"
         assert ask(proxy.url, "GET", "/b/k")[0] == 200  # no file
         path.write_text('[{"fault": "503", "count": 1}]')
@@ -194,7 +194,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def test_as_a_process(tmp_path: Path, how: signal.Signals) -> None:
     """On a port that no other test is given meanwhile, so that nobody answers there when it has ended."""
     rules, log, (port,) = tmp_path / "rules.json", tmp_path / "log.jsonl", free_ports(1)
-    with tiny_server() as server:
+    with TinyServer() as server:
         server.objects["/b/k"] = b"data"
         command = [sys.executable, "-m", "ckptlib.stores.fault_proxy", "--upstream", server.url]
         command += ["--port", str(port), "--rules", str(rules), "--log", str(log)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from helpers.answering import Handler, Server
 
 from ckptlib.errors import StoreError
 from ckptlib.stores import open_store
@@ -16,10 +15,9 @@ NUM_IN_PAGE = 1000
 PAGE = b"<html><head><title>Back soon</title></head><body>Maintenance</body></html>"
 
 
-class Bucket(ThreadingHTTPServer):
+class Bucket(Server):
     """Lists so many objects, by pages; and knows nothing else of S3."""
 
-    daemon_threads = True
     num = 0
     num_in_page = NUM_IN_PAGE
     foreign = -1
@@ -32,7 +30,7 @@ class Bucket(ThreadingHTTPServer):
     """Whether it can begin behind an object."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.asked: list[str] = []
 
     def listing(self, start: int) -> bytes:
@@ -47,18 +45,14 @@ class Bucket(ThreadingHTTPServer):
         return f"<ListBucketResult>{told}</ListBucketResult>".encode()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: Bucket
 
     def do_HEAD(self) -> None:
         is_down = len(self.server.asked) < self.server.down
         self.server.asked.append("HEAD")
-        self.send_response(200 if is_down else 404)
-        self.send_header("ETag", '"page"')
-        self.send_header("Last-Modified", "Fri, 02 Jan 2026 03:04:05 GMT")
-        self.send_header("Content-Length", str(len(PAGE) if is_down else 0))
-        self.end_headers()
+        status, body = (200, PAGE) if is_down else (404, b"")
+        self.answer(status, body, ETag='"page"', Last_Modified="Fri, 02 Jan 2026 03:04:05 GMT")
 
     def do_GET(self) -> None:
         asked = parse_qs(urlsplit(self.path).query)
@@ -67,28 +61,17 @@ class _Handler(BaseHTTPRequestHandler):
         start = int(asked.get("continuation-token", ["0"])[0])
         if "start-after" in asked and not start and self.server.knows_start:
             start = int(asked["start-after"][0].removeprefix("run/k")) + 1
-        data = PAGE if is_foreign else self.server.listing(start)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+        self.answer(200, PAGE if is_foreign else self.server.listing(start))
 
 
 @pytest.fixture
 def bucket() -> Iterator[Bucket]:
     with Bucket() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def scanned(bucket: Bucket) -> list[str]:
-    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{bucket.server_port}"}
-    with open_store("s3://bucket/run", {**options, "client": "obstore"}) as store:
+    with open_store("s3://bucket/run", bucket.options("obstore")) as store:
         return [entry.key for entry in store.scan("")]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
 from ckptlib.errors import StoreError
@@ -16,13 +16,11 @@ SHORT_RETRY_S = 1.5
 """For as long a client takes 501 for an outage."""
 
 
-class Swift(ThreadingHTTPServer):
+class Swift(Server):
     """Takes puts that have none of the fields that it does not know."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.unknown = {"If-None-Match": "Conditional object PUTs are not supported."}
         self.asked: list[set[str]] = []
         """Of each put: the condition, where it has one."""
@@ -32,49 +30,39 @@ class Swift(ThreadingHTTPServer):
         """How many puts are told to come again later."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
+    fields: ClassVar = {"ETag": '"opaque"'}
     server: Swift
 
     def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         self.server.asked.append({name.lower() for name in self.headers} & {"if-none-match"})
         told = next((why for name, why in self.server.unknown.items() if name in self.headers), None)
         if self.server.busy:
             self.server.busy -= 1
-            self._answer(503, "SlowDown", "Please reduce your request rate.")
+            self._refuse(503, "SlowDown", "Please reduce your request rate.")
         elif told is not None:
-            self._answer(501, "NotImplemented", told)
+            self._refuse(501, "NotImplemented", told)
         else:
             self.server.bodies.append(body)
-            self._answer(200, "", "")
+            self.answer(200)
 
-    def _answer(self, status: int, code: str, told: str) -> None:
-        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{told}</Message></Error>" if code else ""
-        self.send_response(status)
-        self.send_header("ETag", '"opaque"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, format: str, *args: object) -> None: ...
+    def _refuse(self, status: int, code: str, told: str) -> None:
+        self.answer(
+            status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{told}</Message></Error>".encode()
+        )
 
 
 @pytest.fixture
 def swift() -> Iterator[Swift]:
     with Swift() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def store(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     scale_limits(monkeypatch, idle_s=60.0, retry_s=SHORT_RETRY_S)
-    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{swift.server_port}"}
-    with open_store("s3://bucket/run", {**options, "client": "obstore"}) as store:
+    with open_store("s3://bucket/run", swift.options("obstore")) as store:
         yield store
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import ssl
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.certificates import self_signed
 from helpers.s3_bucket import at_most, scale_limits
 
@@ -32,13 +32,11 @@ AT_ONCE_S = 100.0
 """Less than it is tried again for; a client takes its time to start."""
 
 
-class Refusing(ThreadingHTTPServer):
+class Refusing(Server):
     """Takes every put, until it is told what to answer instead."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.answer: tuple[int, str] | None = None
         self.num_answers = sys.maxsize
         """How often it is told."""
@@ -50,37 +48,27 @@ class Refusing(ThreadingHTTPServer):
         """Clients that do not like its certificate hang up."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
+    fields: ClassVar = {"ETag": '"opaque"'}
     server: Refusing
 
     def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.body()
         self.server.num_asked += 1
         key = self.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
-        status, code = (400, "ExpiredToken") if key in self.server.expired else self._answer()
+        status, code = (400, "ExpiredToken") if key in self.server.expired else self._told()
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
-        self.send_response(status)
-        self.send_header("ETag", '"opaque"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(status, body)
 
-    def _answer(self) -> tuple[int, str]:
+    def _told(self) -> tuple[int, str]:
         is_told = self.server.num_asked <= self.server.num_answers
         return self.server.answer if is_told and self.server.answer else (200, "")
-
-    def log_message(self, format: str, *args: object) -> None: ...
 
 
 @pytest.fixture
 def server() -> Iterator[Refusing]:
     with Refusing() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(params=["s3fs", "obstore"])
@@ -91,9 +79,8 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def opened(client: str, url: str) -> Store:
-    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": url}
-    return open_store("s3://bucket/run", options if client == "s3fs" else {**options, "client": client})
+def opened(client: str, server: Refusing, url: str | None = None) -> Store:
+    return open_store("s3://bucket/run", {**server.options(client), "endpoint_url": url or server.url})
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -109,7 +96,7 @@ def opened(client: str, url: str) -> Store:
 )
 def test_tokens_and_clocks(server: Refusing, client: str, status: int, code: str, advice: str, before: int) -> None:
     """At the first request, and when all went well until then."""
-    with opened(client, f"http://127.0.0.1:{server.server_port}") as store:
+    with opened(client, server) as store:
         for n in range(before):
             store.put(f"a{n}", b"data")
         server.answer = status, code
@@ -140,7 +127,7 @@ def write(credentials: Path, key: str) -> None:
 def test_a_conflict_with_another_request_passes(server: Refusing, client: str) -> None:
     """S3 says by it that it cannot tell now whether there is such an object: nobody has the key yet."""
     server.answer, server.num_answers = (409, "ConditionalRequestConflict"), 2
-    with opened(client, f"http://127.0.0.1:{server.server_port}") as store:
+    with opened(client, server) as store:
         store.put("p", b"data", create=True)
     assert server.num_asked == 3
 
@@ -154,7 +141,7 @@ def test_credentials_that_are_renewed_in_their_file(
 
         monkeypatch.setattr(obstore_config, "LOOK_S", -1000)  # what is told expires at once, so each request looks
     write(credentials, "first")
-    place = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "region_name": "us-east-1"}
+    place = {"endpoint_url": server.url, "region_name": "us-east-1"}
     with open_store("s3://bucket/run", {"client": client, "client_kwargs": place}) as store:
         store.put("a", b"data")
         server.expired.add("first")
@@ -173,7 +160,7 @@ def test_credentials_that_are_renewed_in_their_file(
 @pytest.mark.parametrize("client", ["s3fs"], indirect=True)
 def test_credentials_that_were_given_are_not_looked_for(server: Refusing, client: str, credentials: Path) -> None:
     write(credentials, "of-somebody-else")
-    with opened(client, f"http://127.0.0.1:{server.server_port}") as store:
+    with opened(client, server) as store:
         server.expired.add("somebody")
         with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
             store.put("b", b"data")
@@ -190,7 +177,7 @@ def with_tls(server: Refusing, path: Path) -> str:
 def test_a_certificate_that_nobody_trusts(server: Refusing, client: str, tmp_path: Path) -> None:
     url = with_tls(server, tmp_path)
     with (
-        opened(client, url) as store,
+        opened(client, server, url) as store,
         at_most(AT_ONCE_S),
         pytest.raises(StoreDenied, match=r"certificate is not trusted: .*(AWS_CA_BUNDLE|verify)"),
     ):
@@ -202,7 +189,7 @@ def test_a_certificate_that_nobody_trusts(server: Refusing, client: str, tmp_pat
 def test_tls_where_there_is_none(server: Refusing, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_limits, "RETRY_S", SHORT_RETRY_S)
     with (
-        opened(client, f"https://127.0.0.1:{server.server_port}") as store,
+        opened(client, server, f"https://127.0.0.1:{server.server_port}") as store,
         pytest.raises(StoreError, match="TLS failed: check whether the endpoint_url wants http://"),
     ):
         store.put("b", b"data")

@@ -5,12 +5,11 @@ A restore takes the step before for the first, and ends for the second.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.s3_bucket import scale_limits
 
 from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError
@@ -41,42 +40,29 @@ ALL = {
 CLIENTS = {"s3": ("s3fs", "obstore"), "az": ("obstore", "fsspec")}
 
 
-class _Refusing(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Refusing(Handler):
     status, code = 0, ""
 
-    def _answer(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"] or 0))
-        body = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>no</Message></Error>".encode()
-        self.send_response(self.status)
-        self.send_header("Content-Type", "application/xml")
-        self.send_header("x-ms-error-code", self.code)
-        self.send_header("Content-Length", str(len(body) if self.code else 0))
-        self.end_headers()
-        self.wfile.write(body if self.code else b"")
+    def do_GET(self) -> None:
+        self.body()
+        told = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>no</Message></Error>".encode()
+        more = {"Content-Type": "application/xml", "x-ms-error-code": self.code}
+        self.answer(self.status, told if self.code else b"", **more)
 
-    do_GET = do_PUT = do_POST = do_DELETE = _answer
-
-    def log_message(self, format: str, *args: object) -> None: ...
+    do_PUT = do_POST = do_DELETE = do_GET
 
 
 @contextmanager
 def opened(scheme: str, client: str, status: int, code: str) -> Iterator[Store]:
     handler = type("Refusing", (_Refusing,), {"status": status, "code": code})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": address}
+    with Server(handler) as server:
+        options = server.options(client)
         if scheme == "az":
             account = f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={AZURITE_KEY};"
-            options = {"connection_string": f"{account}BlobEndpoint={address}/devstoreaccount1;"}
-        try:
-            with open_store(f"{scheme}://bucket/run", {"client": client, **options}) as store:
-                yield store
-        finally:
-            server.shutdown()
-            thread.join()
+            place = f"{account}BlobEndpoint={server.url}/devstoreaccount1;"
+            options = {"connection_string": place, "client": client}
+        with open_store(f"{scheme}://bucket/run", options) as store:
+            yield store
 
 
 def _cases() -> list[tuple[str, str, int, str]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
 from ckptlib.errors import ObjectNotFound, StoreTimeout
@@ -16,26 +15,20 @@ from ckptlib.stores import Store, open_store
 PAGE = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
 
 
-class _Portal(BaseHTTPRequestHandler):
+class _Portal(Handler):
     """Sends whoever asks to its page, as a proxy does whose session is over; or answers by that page, or by nothing."""
 
-    protocol_version = "HTTP/1.1"
     status, page = 200, PAGE
 
-    def _answer(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"] or 0))
+    def do_GET(self) -> None:
+        self.body()
         body = b"" if self.status == 204 or self.command == "HEAD" else self.page
-        self.send_response(200 if self.path == "/page" else self.status)
         if self.status == 303 and self.path != "/page":
-            self.send_header("Location", "/page")
-        if self.status != 204:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            self.answer(303, body, Location="/page")
+        else:
+            self.answer(200 if self.path == "/page" else self.status, body)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
-
-    def log_message(self, format: str, *args: object) -> None: ...
+    do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
 
 
 @pytest.fixture(params=["s3fs", "obstore"])
@@ -53,15 +46,8 @@ def portal(client: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 def opened(client: str, status: int, page: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     scale_limits(monkeypatch, idle_s=60.0, retry_s=0.2)
     handler = type("Portal", (_Portal,), {"status": status, "page": page})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-        more = {"client": client} if client == "obstore" else {}
-        with open_store("s3://bucket/run", {**options, **more}) as store:
-            yield store
-        server.shutdown()
-        thread.join()
+    with Server(handler) as server, open_store("s3://bucket/run", server.options(client)) as store:
+        yield store
 
 
 CALLS: dict[str, Callable[[Store], object]] = {

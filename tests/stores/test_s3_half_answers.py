@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
 from ckptlib.errors import StoreError
@@ -15,72 +15,50 @@ from ckptlib.stores import open_store
 HEAD, DATA = bytes(4096), bytes(PART_NBYTES + 1)
 
 
-class Joining(ThreadingHTTPServer):
+class Joining(Server):
     """Takes the parts of one upload."""
 
-    daemon_threads = True
-
     def __init__(self, answer: bytes, joins: bool) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.answer, self.joins = answer, joins
         self.parts: dict[str, int] = {}
         self.nbytes: int | None = None
         """Of the object, once there is one."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
+    fields: ClassVar = {"ETag": '"opaque"'}
     server: Joining
 
     def do_PUT(self) -> None:
-        self.server.parts[self.path] = len(self._body())
-        self._answer(200)
+        self.server.parts[self.path] = len(self.body())
+        self.answer(200)
 
     def do_POST(self) -> None:
-        self._body()
+        self.body()
         if "uploads" in self.path:
-            self._answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
+            self.answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
             return
         if self.server.joins:
             self.server.nbytes = sum(self.server.parts.values())
-        self._answer(200, self.server.answer)
+        self.answer(200, self.server.answer)
 
     def do_DELETE(self) -> None:
-        self._answer(204)
+        self.answer(204)
 
     def do_HEAD(self) -> None:
         nbytes = self.server.nbytes
-        self.send_response(404 if nbytes is None else 200)
-        self.send_header("ETag", '"opaque"')
-        self.send_header("Content-Length", str(nbytes or 0))
-        self.end_headers()
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"] or 0))
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"opaque"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+        self.answer(404 if nbytes is None else 200, bytes(nbytes or 0))
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Joining]:
     with Joining(*request.param) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def put(server: Joining) -> None:
-    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    with open_store("s3://bucket/run", options) as store:
+    with open_store("s3://bucket/run", server.options()) as store:
         store.put("p", HEAD, [DATA])
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
 from ckptlib.errors import StoreError
@@ -18,13 +18,11 @@ from ckptlib.stores import open_store
 HEAD, DATA = b"head" * 1024, os.urandom(2 * PART_NBYTES)
 
 
-class Forgetful(ThreadingHTTPServer):
+class Forgetful(Server):
     """Joins the parts, resets the connection, and knows nothing of the upload when it is asked again."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.parts: dict[str, bytes] = {}
         self.data: bytearray | None = None
         """Of the object, once there is one."""
@@ -34,23 +32,23 @@ class Forgetful(ThreadingHTTPServer):
         self.num_uploads = 0
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
+    fields: ClassVar = {"ETag": '"opaque"'}
     server: Forgetful
 
     def do_PUT(self) -> None:
-        self.server.parts[self.path] = self._body()
+        self.server.parts[self.path] = self.body()
         crc32 = self.headers["x-amz-checksum-crc32"] if self.server.knows_crc32 else None
-        self._answer(200, crc32=crc32)
+        self.answer(200, **({} if crc32 is None else {"x-amz-checksum-crc32": crc32}))
 
     def do_POST(self) -> None:
-        self._body()
+        self.body()
         if "uploads" in self.path:
             self.server.num_uploads += 1
-            self._answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
+            self.answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
             return
         if self.server.data is not None:
-            self._answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+            self.answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
             return
         self.server.data = bytearray().join(data for _, data in sorted(self.server.parts.items()))
         if self.server.flips is not None:
@@ -60,56 +58,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
     def do_DELETE(self) -> None:
-        self._answer(204)
+        self.answer(204)
 
     def do_HEAD(self) -> None:
-        self._object(0, len(self.server.data or b""))
+        self.answer(200, bytes(self.server.data or b""))
 
     def do_GET(self) -> None:
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        self._object(first, last + 1)
-
-    def _object(self, first: int, stop: int) -> None:
         data = self.server.data or b""
-        is_part = "Range" in self.headers
-        self.send_response(206 if is_part else 200)
-        self.send_header("ETag", '"opaque"')
-        if is_part:
-            self.send_header("Content-Range", f"bytes {first}-{stop - 1}/{len(data)}")
-        self.send_header("Content-Length", str(stop - first))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data[first:stop])
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"] or 0))
-
-    def _answer(self, status: int, body: bytes = b"", crc32: str | None = None) -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"opaque"')
-        if crc32 is not None:
-            self.send_header("x-amz-checksum-crc32", crc32)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.answer(206, bytes(data[first : last + 1]), Content_Range=f"bytes {first}-{last}/{len(data)}")
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forgetful]:
     scale_limits(monkeypatch)
     with Forgetful() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
-def put(server: Forgetful, **more: str) -> None:
-    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    with open_store("s3://bucket/run", {**options, **more}) as store:
+def put(server: Forgetful, client: str = "s3fs") -> None:
+    with open_store("s3://bucket/run", server.options(client)) as store:
         store.put("p", HEAD, [DATA])
 
 

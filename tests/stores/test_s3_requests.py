@@ -7,16 +7,15 @@ import hashlib
 import mmap
 import ssl
 import sys
-import threading
 import zlib
 from collections.abc import Iterator
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3fs
+from helpers import answering
 from helpers.certificates import self_signed
 from helpers.servers import ObjectStorage
 
@@ -26,72 +25,51 @@ from ckptlib.stores import Store, io_limits, open_store
 REFUSAL = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>no</Message></Error>'
 
 
-class Recorder(ThreadingHTTPServer):
+class Recorder(answering.Server):
     """Answers every PUT; refuses those whose sums it does not like."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.heads: list[Message] = []
         self.bodies: list[bytes] = []
         self.refused: set[str] = set()
         self.knows_crc32 = True
         self.has_ranges = True
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(answering.Handler):
     server: Recorder
 
     def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         self.server.heads.append(self.headers)
         self.server.bodies.append(body)
         if any(name in self.headers for name in self.server.refused):
-            self._answer(501, REFUSAL % b"NotImplemented")
+            self.answer(501, REFUSAL % b"NotImplemented")
             return
         echo = {"x-amz-checksum-crc32": self.headers["x-amz-checksum-crc32"]} if self.server.knows_crc32 else {}
-        self._answer(200, b"", {"ETag": '"opaque"', **{name: value for name, value in echo.items() if value}})
+        self.answer(200, b"", ETag='"opaque"', **{name: value for name, value in echo.items() if value})
 
     def do_GET(self) -> None:
         """Of any object: as a server that knows nothing of ranges, or that has none of them."""
         if self.server.has_ranges:
-            self._answer(200, b"0123456789", {"ETag": '"opaque"'})
+            self.answer(200, b"0123456789", ETag='"opaque"')
         else:
-            self._answer(416, REFUSAL % b"InvalidRange")
+            self.answer(416, REFUSAL % b"InvalidRange")
 
     def do_HEAD(self) -> None:
-        self._answer(200, b"0123456789", {"ETag": '"opaque"'})
-
-    def _answer(self, status: int, body: bytes, fields: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (fields or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.answer(200, b"0123456789", ETag='"opaque"')
 
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     with Recorder() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
-        server.shutdown()
 
 
 @pytest.fixture
 def store(recorder: Recorder) -> Iterator[Store]:
-    with open_store("s3://bucket/run", {"key": "somebody", "secret": "s3cr3t", "endpoint_url": recorder.url}) as store:
+    with open_store("s3://bucket/run", recorder.options()) as store:
         yield store
 
 

@@ -6,9 +6,9 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from helpers.answering import Handler, Server
 
 from ckptlib.stores import Store, io_limits, open_store
 
@@ -17,8 +17,7 @@ ANSWER_S = 1.5
 """Far more than IDLE_S, and less than 100 objects may take."""
 
 
-class _Slow(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Slow(Handler):
     bodies: list[bytes]
     connections: set[object]
     """Addresses of the client."""
@@ -28,7 +27,7 @@ class _Slow(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.connections.add(self.client_address)
-        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(self.body())
         if self.swallows and len(self.bodies) == 1:
             self.rfile.read(1)  # until the client gives it up
             self.close_connection = True
@@ -36,13 +35,7 @@ class _Slow(BaseHTTPRequestHandler):
         threading.Event().wait(self.answer_s)
         gone = b"".join(b"<Deleted>%s</Deleted>" % key for key in re.findall(rb"<Key>.*?</Key>", self.bodies[-1]))
         told = b'<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">%s</DeleteResult>' % gone
-        self.send_response(200)
-        self.send_header("Content-Type", "application/xml")
-        self.send_header("Content-Length", str(len(told)))
-        self.end_headers()
-        self.wfile.write(told)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+        self.answer(200, told, Content_Type="application/xml")
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
@@ -74,12 +67,5 @@ def test_deletions_share_connections(client: str) -> None:
 def opened(client: str, swallows: bool, answer_s: float) -> Iterator[tuple[Store, type[_Slow]]]:
     """A store, and what its server remembers."""
     handler = type("Slow", (_Slow,), {"bodies": [], "connections": set(), "swallows": swallows, "answer_s": answer_s})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-        more = {"client": client} if client == "obstore" else {}
-        with open_store("s3://bucket/run", {**options, **more}) as store:
-            yield store, handler
-        server.shutdown()
-        thread.join()
+    with Server(handler) as server, open_store("s3://bucket/run", server.options(client)) as store:
+        yield store, handler
