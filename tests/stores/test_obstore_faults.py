@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.s3_bucket import at_most
 from helpers.servers import ObjectStorage, s3_client, start_seaweedfs
 from store_conformance import keys
 
@@ -74,13 +74,6 @@ def direct(s3: ObjectStorage, url: str) -> Iterator[Store]:
 def in_pieces() -> Iterator[memoryview]:
     view = memoryview(DATA)
     return (view[start : start + 300_000] for start in range(0, len(DATA), 300_000))
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds
 
 
 def open_uploads(s3: ObjectStorage, url: str) -> list[str]:
