@@ -6,11 +6,12 @@ that have the name. Either may turn out untrue later: each save proves it anew (
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import operator
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -48,6 +49,10 @@ class Row(NamedTuple):
     tied: str | None
     """See `Leaf.tied`."""
 
+
+Said = Sequence[tuple[Row, tuple[int, ...]]]
+"""Of one name: rows, each with the ranks that gave it, ascending. Ranks whose states are alike have one: there may be
+thousands of them, with thousands of names."""
 
 OWN = "own"
 """Instead of the digest: this plain tensor has differed between ranks before, and is every rank's own from then on."""
@@ -101,72 +106,85 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
     if group.size == 1:  # nobody to differ from: a tenth of the time, for thousands of small tensors
         tied = {leaf.name: leaf.tied for leaf in leaves if leaf.tied is not None}
         return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves if leaf.tied is None}, {}, tied)
-    document = json.dumps(rows, sort_keys=True).encode()
-    found: dict[str, dict[int, Row]] = {}
+    document = encode_rows(rows)
     if group.same(document):
-        found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
+        everybody = tuple(range(group.size))
+        found: dict[str, Said] = {name: [(row, everybody)] for name, row in rows.items()}
     else:
-        read = read_rows(group.gather(zlib.compress(document, 1)))
-        for rank, theirs in enumerate(read):
-            for name, row in theirs.items():
-                found.setdefault(name, {})[rank] = row
+        found = read_rows(group.gather(zlib.compress(document, 1)))
     aliases = _take_aliases(found, {leaf.name for leaf in leaves})
     leaves = [leaf for leaf in leaves if leaf.name not in aliases]
     joined = _join_meshes(leaves, found, group)
-    for name, by_rank in sorted(found.items()):
+    for name, said in sorted(found.items()):
         if name not in joined:
-            _check(name, by_rank)
+            _check(name, said)
     holdings = {leaf.name: joined.get(leaf.name) or _holding(leaf, found[leaf.name], group) for leaf in leaves}
     holders = {}
     for name, holding in holdings.items():
-        have = frozenset(found[name])
-        if isinstance(holding, Placed) and have != frozenset(holding.mesh.ranks):
-            holders[name] = have
+        have = _ranks(found[name])
+        if isinstance(holding, Placed) and have != holding.mesh.ranks and {*have} != {*holding.mesh.ranks}:
+            holders[name] = frozenset(have)
     shared = _compare_overlaps(leaves, found, group)
     return Agreement(holdings, holders, aliases, _written(leaves, shared, group.rank), shared)
 
 
-def read_rows(documents: Iterable[bytes]) -> Iterator[dict[str, Row]]:
-    """By rank. Rows of ranks that say the same are the same objects, and so are descriptions: each has all ranks of a
-    mesh, so those of thousands of ranks would fill a host's memory."""
-    known: dict[bytes, dict[str, Row]] = {}
+def encode_rows(rows: Mapping[str, Row]) -> bytes:
+    """Each description once: it has all ranks of a mesh, and thousands of tensors may have it."""
+    hows = sorted({row.how for row in rows.values()})
+    number = {how: i for i, how in enumerate(hows)}
+    told = {name: [row.dtype, row.shape, number[row.how], *row[3:]] for name, row in rows.items()}
+    return json.dumps([hows, told], sort_keys=True).encode()
+
+
+def read_rows(documents: Iterable[bytes]) -> dict[str, Said]:
+    """By name. `documents`: by rank, compressed. Equal descriptions are one object."""
+    givers: dict[bytes, list[int]] = {}
+    for rank, document in enumerate(documents):
+        givers.setdefault(document, []).append(rank)
+    found: dict[str, list[tuple[Row, tuple[int, ...]]]] = {}
     texts: dict[str, str] = {}
-    for document in documents:
-        if document not in known:
-            rows = {name: Row._make(row) for name, row in json.loads(zlib.decompress(document)).items()}
-            known[document] = {name: r._replace(how=texts.setdefault(r.how, r.how)) for name, r in rows.items()}
-        yield known[document]
+    for document, those in givers.items():
+        hows, rows = json.loads(zlib.decompress(document))
+        hows, ranks = [texts.setdefault(how, how) for how in hows], tuple(those)
+        for name, (dtype, shape, how, *rest) in rows.items():
+            found.setdefault(name, []).append((Row(dtype, shape, hows[how], *rest), ranks))
+    return {**found}
 
 
-_tied = operator.attrgetter("tied")
+def _ranks(said: Said) -> tuple[int, ...]:
+    """All that have the name, ascending."""
+    return said[0][1] if len(said) == 1 else tuple(sorted(itertools.chain.from_iterable(ranks for _, ranks in said)))
 
 
-def _take_aliases(found: dict[str, dict[int, Row]], own: Collection[str]) -> dict[str, str]:
+def _take_aliases(found: dict[str, Said], own: Collection[str]) -> dict[str, str]:
     """Removes names that are tied to another one on all ranks that have either; returns this rank's, each with that
     other.
 
     A tensor that some ranks tie and others do not is saved under each of its names: a layout with an alias would send
     those who read a rank's share of one name to the share of another.
     """
-    ties = {name: {*map(_tied, by_rank.values())} for name, by_rank in found.items()}
+    ties = {name: {row.tied for row, _ in said} for name, said in found.items()}
     aliases = {
         name: tied
         for name, (tied, *others) in ties.items()
-        if tied is not None and not others and found[name].keys() == found[tied].keys()
+        if tied is not None and not others and _ranks(found[name]) == _ranks(found[tied])
     }
     for name in aliases:
         del found[name]
     return {name: tied for name, tied in aliases.items() if name in own}
 
 
-def _compare_overlaps(
-    leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group
-) -> tuple[Overlap, ...]:
+def _compare_overlaps(leaves: Sequence[Leaf], found: Mapping[str, Said], group: Group) -> tuple[Overlap, ...]:
     """Those of this rank. Collective if any rank has some. Raises UnsupportedState, on all, where one is not equal."""
     boxes = {
-        name: {rank: Box(tuple(row.box[0]), tuple(row.box[1])) for rank, row in by_rank.items() if row.box is not None}
-        for name, by_rank in found.items()
-        if next(iter(by_rank.values())).how == "by-hand"  # on all: else it was refused
+        name: {
+            rank: Box(tuple(row.box[0]), tuple(row.box[1]))
+            for row, ranks in said
+            if row.box is not None
+            for rank in ranks
+        }
+        for name, said in found.items()
+        if said[0][0].how == "by-hand"  # on all: else it was refused
     }
     shared = overlaps(boxes)
     if not shared:
@@ -215,13 +233,13 @@ def kind_of(leaves: Sequence[Leaf]) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(rows).encode()))
 
 
-def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group) -> dict[str, Placed]:
+def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Said], group: Group) -> dict[str, Placed]:
     """By name: the one mesh that several make, for DTensors that are equal on all of them. Collective if there are any.
 
     FSDP on one axis of a mesh and tensor parallelism on the other make such tensors: one that is not tensor-parallel is
     sharded on the first axis alone, once for each rank of the other.
     """
-    candidates = {name: placed for name, by_rank in sorted(found.items()) if (placed := _alike(by_rank)) is not None}
+    candidates = {name: placed for name, said in sorted(found.items()) if (placed := _alike(said)) is not None}
     if not candidates:
         return {}
     digests = {leaf.name: digests_of([t for _, t in leaf.pieces]) for leaf in leaves if leaf.name in candidates}
@@ -233,9 +251,9 @@ def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]],
     }
 
 
-def _alike(by_rank: Mapping[int, Row]) -> Placed | None:
+def _alike(said: Said) -> Placed | None:
     """The meshes of a DTensor, stacked along a new first axis, where they differ in their ranks only."""
-    kinds = sorted({(row.dtype, tuple(row.shape), row.how) for row in by_rank.values()})
+    kinds = sorted({(row.dtype, tuple(row.shape), row.how) for row, _ in said})
     if len(kinds) == 1 or any(how in ("plain", "per-rank", "by-hand") for _, _, how in kinds):
         return None
     found = [json.loads(how) for _, _, how in kinds]
@@ -244,7 +262,7 @@ def _alike(by_rank: Mapping[int, Row]) -> Placed | None:
         for (dtype, shape, _), (mesh_shape, _, p) in zip(kinds, found, strict=True)
     }
     ranks = tuple(rank for _, ranks, _ in found for rank in ranks)
-    if len(shapes) > 1 or sorted(ranks) != sorted(by_rank):
+    if len(shapes) > 1 or tuple(sorted(ranks)) != _ranks(said):
         return None
     mesh = Mesh((len(found), *found[0][0]), ranks)
     return Placed(mesh, (sharding.Replicate(), *(sharding.decode(p) for p in found[0][2])), None)
@@ -265,6 +283,7 @@ def _row(leaf: Leaf, group: Group, digest: str) -> Row:
     return Row(leaf.dtype, shape, how, leaf.owner is not None, digest, box, leaf.tied)
 
 
+@lru_cache(maxsize=64)  # it has all ranks of a mesh, and tensors are held alike
 def _describe(holding: Holding) -> str:
     if isinstance(holding, OwnPerRank):
         return "per-rank"
@@ -274,6 +293,7 @@ def _describe(holding: Holding) -> str:
 
 
 _meshes: WeakKeyDictionary[Group, dict[Mesh, Mesh]] = WeakKeyDictionary()
+_placed: WeakKeyDictionary[Group, dict[Placed, Placed]] = WeakKeyDictionary()
 """In a group's ranks, by the same in the world's: thousands of leaves share one."""
 
 
@@ -293,7 +313,8 @@ def _in_group(leaf: Leaf, group: Group) -> Holding:
                 "checkpoint; pass process_group= with all ranks that hold the state"
             )
         meshes[held.mesh] = Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks))
-    return replace(held, mesh=meshes[held.mesh])
+    known = _placed.setdefault(group, {})
+    return known.get(held) or known.setdefault(held, replace(held, mesh=meshes[held.mesh]))
 
 
 def _holding_alone(leaf: Leaf, group: Group) -> Holding:
@@ -306,18 +327,18 @@ def _replicated(ranks: tuple[int, ...]) -> Placed:
     return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
 
 
-def _check(name: str, by_rank: Mapping[int, Row]) -> None:
+def _check(name: str, said: Said) -> None:
     """Raises UnsupportedState where a name stands for different tensors, ReplicasDiffer where for different data."""
-    kinds = {(row.dtype, tuple(row.shape), row.how) for row in by_rank.values()}
-    digests = {row.digest for row in by_rank.values()}
-    owned = any(row.is_owned for row in by_rank.values())
+    kinds = {(row.dtype, tuple(row.shape), row.how) for row, _ in said}
+    digests = {row.digest for row, _ in said}
+    owned = any(row.is_owned for row, _ in said)
     error: type[UnsupportedState] = UnsupportedState
     alone = ""
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
-        what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
+        what = f"is not the same tensor on ranks {[*_ranks(said)[:8]]}: " + "; ".join(map(str, sorted(kinds)[:3]))
     elif len(digests) > 1 and owned:
         what = (
-            f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it. If "
+            f"is owned by an optimizer and differs between ranks {_differing(said)}, though nothing shards it. If "
             f"it should be the same there, {DIVERGED}"
         )
         alone = (
@@ -333,25 +354,25 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
     )
 
 
-def _differing(by_rank: Mapping[int, Row]) -> str:
+def _differing(said: Said) -> str:
     first: dict[str, int] = {}
-    for rank, row in sorted(by_rank.items()):
+    for row, (rank, *_) in sorted(said, key=operator.itemgetter(1)):
         first.setdefault(row.digest, rank)
     return " and ".join(map(str, list(first.values())[:2]))
 
 
-def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
+def _holding(leaf: Leaf, said: Said, group: Group) -> Holding:
     if not isinstance(leaf.held, Plain):
         return _in_group(leaf, group)
-    kinds = {(row.dtype, tuple(row.shape), row.digest) for row in by_rank.values()}
-    known = any(row.digest == OWN for row in by_rank.values())
+    kinds = {(row.dtype, tuple(row.shape), row.digest) for row, _ in said}
+    known = any(row.digest == OWN for row, _ in said)
     if len(kinds) == 1 and not known:
-        return _replicated(tuple(sorted(by_rank)))
-    if group.rank == min(by_rank) and not known:
+        return _replicated(_ranks(said))
+    if group.rank == _ranks(said)[0] and not known:
         log.warning(
             "%s differs between ranks %s; each rank's own is saved. Wrap it in PerRank(...) if that is intended; if "
             "not, the ranks have diverged",
             leaf.name,
-            _differing(by_rank),
+            _differing(said),
         )
     return OwnPerRank()

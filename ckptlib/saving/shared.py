@@ -73,10 +73,10 @@ def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> Non
         return
     those = [s for s in shared if isinstance(leaves[s.leaf].held, Placed)]
     digests = digests_of([s.tensor(leaves) for s in those])
-    by_ranks: dict[tuple[int, ...], str] = {}
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
     for s, digest in zip(those, digests, strict=True):
-        by_ranks[s.ranks] = by_ranks.get(s.ranks, "") + digest
-    check = check_of(0, group.rank, {ranks: text.encode() for ranks, text in by_ranks.items()})
+        by_ranks.setdefault(s.ranks, []).append(digest)
+    check = check_of(0, group.rank, {ranks: "".join(some).encode() for ranks, some in by_ranks.items()})
     if add_up(*group.start_sum([check.low, check.high])()):
         return
     own = [[leaves[s.leaf].name, s.region.offset, s.ranks, digest] for s, digest in zip(those, digests, strict=True)]

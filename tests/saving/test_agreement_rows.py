@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rankthreads import run_ranks
+from typing_extensions import override
 
 from ckptlib import UnsupportedState
 from ckptlib.format.box import Box
@@ -20,7 +21,7 @@ from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, rank
 from ckptlib.format.overlaps import Overlap
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.ranks.group import Group, SoloGroup
-from ckptlib.saving.agreement import Agreement, agree, entries_of, read_rows, rows_of
+from ckptlib.saving.agreement import Agreement, agree, encode_rows, entries_of, read_rows, rows_of
 from ckptlib.saving.assign import assign, writes
 from ckptlib.state.leaf import Leaf, Plain
 
@@ -138,14 +139,41 @@ def test_what_ranks_say_alike_takes_memory_once() -> None:
         names = ["a", "b", *(["c"] if group.rank else [])]
         leaves = [placed(name, group.rank, (0, 1, 2, 3)) for name in names]
         rows = rows_of(leaves, group)
-        told = [zlib.compress(json.dumps(rows).encode()), zlib.compress(json.dumps({**rows, "d": rows["a"]}).encode())]
-        first, other, again = read_rows([*told, told[0]])
-        assert first["a"] is again["a"]
-        assert {id(row.how) for row in (*first.values(), *other.values())} == {id(first["a"].how)}
+        told = [zlib.compress(encode_rows(some)) for some in (rows, {**rows, "d": rows["a"]})]
+        read = read_rows([*told, told[0]])
+        assert [ranks for _, ranks in read["a"]] == [(0, 2), (1,)]
+        assert {id(row.how) for said in read.values() for row, _ in said} == {id(read["a"][0][0].how)}
         return agree(leaves, rows, group)
 
     for found in run_ranks(4, on_rank):
         assert {id(holding.mesh) for holding in found.holdings.values()} == {id(found.holdings["a"].mesh)}  # type: ignore[union-attr]
+
+
+class ManyRanks(SoloGroup):
+    """All of them say the same."""
+
+    size = 2000
+
+    @override
+    def same(self, data: bytes) -> bool:
+        return True
+
+    @override
+    def global_rank(self, rank: int) -> int:
+        return rank
+
+
+def test_what_thousands_of_ranks_say_alike_is_looked_at_once() -> None:
+    group, ranks = ManyRanks(), tuple(range(ManyRanks.size))
+    leaves = [placed(f"w{i}", 0, ranks, (2000,)) for i in range(50)]
+    leaves += [plain(f"p{i}", torch.ones(2), owned=True) for i in range(50)]
+    rows = rows_of(leaves, group)
+    assert len(encode_rows(rows)) < 50_000, "the mesh of all ranks is told once"
+    assert num_calls(lambda: agree(leaves, rows, group)) < 100 * len(leaves)
+    assert agree(leaves, rows, group).holdings == {
+        **{f"w{i}": leaves[0].held for i in range(50)},
+        **{f"p{i}": over(*ranks) for i in range(50)},
+    }
 
 
 def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
