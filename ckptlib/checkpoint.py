@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -248,7 +249,8 @@ def _load_step(
         tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
     wants, overlapping = set_apart(wanted.wants)
-    reads, buckets, by_links = share_out(wants, group, lambda want: source.near(reader.ranks_for(want)))
+    near = lru_cache(maxsize=None)(source.near)  # which looks through all ranks; thousands of tensors lie with the same
+    reads, buckets, by_links = share_out(wants, group, lambda want: near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
     if total > QUICK_BYTES:
         collect_again()

@@ -57,7 +57,7 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
         return Shares(list(wants), [], by_links=False)
     by_readers: dict[tuple[int, ...], list[Want[torch.Tensor]]] = {}
     for want in shared:
-        by_readers.setdefault(tuple(near(want) or range(group.size)), []).append(want)
+        by_readers.setdefault(tuple(near(want) or ()), []).append(want)
     buckets = _buckets(by_readers, group.size)
     mine = {id(want) for bucket in buckets if bucket.owner == group.rank for want in bucket.wants}
     reads = [want for want in wants if not want.everywhere or id(want) in mine]
@@ -140,12 +140,12 @@ def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
 
 
 def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want[torch.Tensor]]], num_ranks: int) -> list[Bucket]:
-    """Each with one of the ranks that can read it, so that all ranks read about as much."""
+    """Each with one of the ranks that can read it, so that all ranks read about as much. Without readers, all can."""
     loads = [0] * num_ranks
     buckets = []
     for readers, wants in by_readers.items():
         for cut in _cut(wants):
-            owner = min(readers, key=lambda reader: loads[reader])
+            owner = min(readers or range(num_ranks), key=lambda reader: loads[reader])
             loads[owner] += sum(want.pieces[0][1].nbytes for want in cut)
             buckets.append(Bucket(owner, cut))
     return buckets

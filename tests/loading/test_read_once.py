@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from rankthreads import run_ranks
+from support import make_generation, make_root, make_save
+from typing_extensions import override
 
+from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.devices import accelerator
 from ckptlib.format.box import Box
 from ckptlib.loading.read_once import Shares, share_out
 from ckptlib.ranks.group import Group
+from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
+from ckptlib.stores.memory import MemoryStore
 
 Names = list[str]
 
@@ -87,3 +94,30 @@ def test_devices_send_by_links_where_each_rank_has_its_own(
         return share_out([want(n, device) for n, device in enumerate(devices[group.rank])], group, lambda _: None)
 
     assert [shares.by_links for shares in run_ranks(2, on_rank)] == [by_links] * 2
+
+
+class Asked(Committed):
+    """Knows how often it was asked who is near."""
+
+    num = 0
+
+    @override
+    def near(self, ranks: Collection[int]) -> None:
+        Asked.num += 1
+
+
+def test_who_is_near_is_asked_once_for_all_that_the_same_ranks_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source looks through all ranks for it."""
+    monkeypatch.setattr(Asked, "num", 0)
+    catalog = make_root(MemoryStore())
+    arrays = {f"t{i}": np.full(4, i, np.float32) for i in range(20)}
+    save = make_save(catalog, make_generation(catalog), 1, arrays)
+
+    def on_rank(group: Group) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.zeros(4) for name in arrays}
+        load_step(group, Asked(catalog, catalog.manifest(save)), LoadOrder(tensors))
+        return tensors
+
+    for found in run_ranks(2, on_rank):
+        assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
+    assert Asked.num == 2
