@@ -59,7 +59,8 @@ def save(
 
     codec: "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names, as for
            `Checkpointer`. The same at every save to a root by one process; else ValueError.
-    keep:  which steps to keep, as for `Checkpointer`; None keeps all of them. As for `codec`, always the same.
+    keep:  which steps to keep, as for `Checkpointer`; None keeps all of them. As for `codec`, always the same, but for
+           `exempt`: that of each save is asked, on rank 0, about its own step.
     metrics: plain values by name, saved with the step: {"val_loss": loss.item()}. Rank 0's are recorded.
 
     Raises UnsupportedState for what cannot be saved, and SaveFailed if the step will never exist; on all ranks.
@@ -133,11 +134,14 @@ def begin_save(
 ) -> Pending:
     """As `save_async`, before `staging.go()`: what overlaps is not copied yet. `tags`: of the first save of a run."""
     state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
-    others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": keep}
+    rest = replace(keep, exempt=None) if isinstance(keep, Keep) else keep  # functions of two ranks are never the same
+    others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": rest}
     what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
     meet(process_group, url_text(url), what, timeout)
-    session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep, tags)
+    session = registry.session(absolute(url), storage_options, process_group, rules, state, step, rest, tags)
     await_room(session)
+    if keep is not None and session.group.rank == 0:  # which alone is asked
+        order = replace(order, exempt=keep.is_exempt(step))
     with session.outcomes.turn:  # another thread may wait for an earlier save
         return save_step(session, order)
 

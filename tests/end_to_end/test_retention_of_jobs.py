@@ -126,6 +126,14 @@ def test_what_is_exempt_survives_the_job_that_said_so(job: Job) -> None:
     assert steps(job.root) == [6]
 
 
+def test_each_save_of_a_script_has_its_own_predicate(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        keep = ckptlib.Keep(last=9, exempt=lambda other, own=step: own == other == 2)
+        ckptlib.save(tmp_path, {"w": torch.zeros(1)}, step, keep=keep)
+    found = catalog(tmp_path)
+    assert [found.stand(save).exempt for save in found.saves()] == [False, True, False, False]
+
+
 def test_a_predicate_that_fails_loses_neither_save_nor_step(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     train(job, {1: 1.0, 2: 1.0, 3: 1.0}, ckptlib.Keep(last=1, exempt=lambda step: 1 // (step - 2) > 9))
     assert swept(job, ckptlib.Keep(last=1)) == [2, 3]
