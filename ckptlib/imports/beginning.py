@@ -22,6 +22,7 @@ from ckptlib.imports.formats import Format, format_of
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename, Selection
+from ckptlib.policy.patterns import patterns_of
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
@@ -67,7 +68,8 @@ class Beginning:
         self._url = absolute(init.source)
         if self._url == session.settings.url:
             raise ValueError(f"init_from={str(init.source)!r} is the root of this run, which restores from it anyway")
-        if not session.group.same(f"{self._url} {init.step} {only}".encode()):
+        names = None if only is None else sorted(patterns_of("init_only", only))  # a set has an order on each rank
+        if not session.group.same(f"{self._url} {init.step} {names}".encode()):
             raise ValueError("init_from= and init_only= must be the same on all ranks")
         if session.generation.number == 1:
             self._look()
