@@ -56,7 +56,7 @@ class Keep:
     last: int = 3
     """The newest ones; at least 1."""
     every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Those whose step is a multiple of this; a save that was taken a few steps after it was due is none."""
     grace: timedelta = GRACE
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
     it for bytes whose time has come. Where the store is full, they go after five minutes."""
