@@ -49,9 +49,12 @@ def format_of(source: Path) -> Format:
         if known.fits(source):
             return known
     names = ", ".join(known.name for known in FORMATS)
-    what = "directory" if source.is_dir() else "file"
+    if source.is_dir():
+        inner = next((path for path in sorted(source.glob("*")) if path.is_file() and is_torch_file(path)), None)
+        hint = "" if inner is None else f". If one of its files is meant, give that, such as {inner}"
+        raise FormatError(f"{source}: this directory is of no format that can be imported ({names}){hint}")
     raise FormatError(
-        f"{source}: this {what} is of no format that can be imported ({names}). If torch.load(..., weights_only=True) "
+        f"{source}: this file is of no format that can be imported ({names}). If torch.load(..., weights_only=True) "
         "reads it, torch.save what that gives, and import the new file"
     )
 
