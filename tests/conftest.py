@@ -7,12 +7,16 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import boto3
 import pytest
 from helpers.s3 import S3_KEYS
 from helpers.server_process import ServerProcess, answers, free_ports
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from onerank import Root
 
 pytest_plugins = ["helpers.servers"]
 
@@ -61,6 +65,15 @@ def pytest_collection_finish() -> None:
     does, need not look through a million objects for that."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    """One for all tests of a file: the start of a writer takes ten times as long as a save and a load."""
+    from onerank import opened  # and torch, which the process that hands out the tests does not need
+
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,10 @@ import pytest
 from helpers.damage import NEWEST
 from helpers.one_job import Job
 from helpers.tmpfs import tmpfs
-from onerank import Root, opened
 from workers import crash_jobs
 from workers.crash_bench import Bench
 from workers.crash_jobs import run, train
 from workers.crash_oracle import read_root
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.fixture

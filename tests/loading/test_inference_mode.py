@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from onerank import Root, opened, same
+from onerank import Root, same
 from rankthreads import run_ranks
 from torch import nn
 
@@ -17,12 +16,6 @@ from ckptlib.format.box import Box
 from ckptlib.loading.read_once import Bucket, spread
 from ckptlib.ranks.group import Group
 from ckptlib.reading.reader import Want
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 class Average:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +24,10 @@ from ckptlib.reading.reader import Want
 from ckptlib.stores.io_limits import IoLimits
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Root]:
-    with opened(tmp_path) as made:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as made:
+        made.save(saved())
         yield made
 
 
@@ -40,7 +40,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Simulation
         yield simulation
 
 
-def saved(root: Root) -> dict[str, torch.Tensor]:
+def saved() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     state = {
         "large": torch.randn(1200, 1300),
@@ -54,7 +54,6 @@ def saved(root: Root) -> dict[str, torch.Tensor]:
         "host": torch.randn(10),
     }
     state |= {f"small{n}": torch.randn(n, dtype=[torch.float32, torch.float64][n % 2]) for n in range(1, 30)}
-    root.save(state)
     return state
 
 
@@ -82,11 +81,8 @@ def differing(simulation: Simulation, found: dict[str, torch.Tensor], state: dic
 
 def load(root: Root, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[str]:
     """What is wrong after a load, before the device is waited for by anybody else."""
-    state = saved(root) if root.step == 0 else {}
+    state = saved()
     with monkeypatch.context() as patch, simulated(patch, seed) as simulation:
-        if not state:
-            state = load.state  # type: ignore[attr-defined]
-        load.state = state  # type: ignore[attr-defined]
         found = targets(simulation, state)
         wait = simulation.finish
 
@@ -107,7 +103,7 @@ def test_all_is_there_when_the_load_returns(root: Root, monkeypatch: pytest.Monk
 
 
 def test_no_copy_holds_up_its_thread(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = saved(root)
+    state = saved()
     with simulated(monkeypatch, 0) as simulation:
         found = targets(simulation, state)
         ckptlib.load(root.url, found, cast=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.registry import close_sessions
-from onerank import Root, opened
+from onerank import Root
 
 import ckptlib
 
@@ -21,12 +21,6 @@ def _close(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "root" not in request.fixturenames:
         close_sessions()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.mark.parametrize("before", [0, 2, 5, 9])

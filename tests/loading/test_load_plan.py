@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
-from onerank import Holder, Root, opened, same
+from onerank import Holder, Root, same
 
 from ckptlib import PerRank, Sharded, StateMismatch
 from ckptlib.catalog.catalog import Catalog
@@ -19,12 +19,6 @@ from ckptlib.loading.trees import maker, rebuild
 from ckptlib.reading.committed import Committed
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.stores import open_store
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 def test_objects_are_filled_in_place_where_they_can_be(root: Root) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from onerank import Holder, Root, bits, opened, same, same_modules
+from onerank import Holder, Root, bits, same, same_modules
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -21,12 +21,6 @@ from ckptlib.loading import match
 from ckptlib.loading.load_plan import LoadPlan
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.leaf import home_of
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 class Tied(nn.Module):

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.runs import model_of, options_of, params, train
-from onerank import Root, opened, same
+from onerank import Root, same
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from ckptlib import StateMismatch
 from ckptlib.loading import match_optimizers
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 def grouped(p: list[nn.Parameter], *groups: list[int], **options: Any) -> optim.AdamW:

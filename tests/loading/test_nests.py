@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.registry import close_sessions
-from onerank import Root, opened
+from onerank import Root
 
 import ckptlib
 from ckptlib import PerRank, StateMismatch
@@ -81,13 +81,6 @@ def _close(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "root" not in request.fixturenames:
         close_sessions()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    """Of all kinds, one after the other."""
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.mark.parametrize("kind", GROWN)

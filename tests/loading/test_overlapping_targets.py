@@ -11,18 +11,12 @@ import torch
 from helpers.registry import close_sessions
 from hypothesis import example, given
 from hypothesis import strategies as st
-from onerank import Root, opened
+from onerank import Root
 
 import ckptlib
 from ckptlib.format.box import Box
 from ckptlib.loading.overlaps import set_apart
 from ckptlib.reading.reader import Want
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,7 +25,8 @@ KEPT = sorted(DATA.glob("written-by-*"))
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Root]:
+def fresh(tmp_path: Path) -> Iterator[Root]:
+    """Without a step."""
     with opened(tmp_path) as made:
         yield made
 
@@ -54,19 +55,19 @@ def test_what_two_ranks_of_older_versions_wrote(kept: Path) -> None:
             assert step.get_tensor("mine").tolist() == [rank, 10 * rank]
 
 
-def test_a_step_by_number_and_name(root: Root) -> None:
+def test_a_step_by_number_and_name(fresh: Root) -> None:
     for value in (1.0, 2.0):
-        root.save({"x": torch.full((3,), value)})
-    names = {info.step: info.name for info in ckptlib.checkpoints(root.url)}
+        fresh.save({"x": torch.full((3,), value)})
+    names = {info.step: info.name for info in ckptlib.checkpoints(fresh.url)}
     for step, expected in ((1, 1.0), ("1", 1.0), ("latest", 2.0), (names[1], 1.0)):
-        with ckptlib.open(root.url, step) as found:
+        with ckptlib.open(fresh.url, step) as found:
             assert found.get_tensor("x").tolist() == [expected] * 3
     with pytest.raises(ckptlib.CheckpointNotFound):
-        ckptlib.open(root.url, 7)
+        ckptlib.open(fresh.url, 7)
     with pytest.raises(ckptlib.CheckpointNotFound):
-        ckptlib.open(root.path / "elsewhere")
+        ckptlib.open(fresh.path / "elsewhere")
     with pytest.raises(ValueError, match="ranks 0 to 0"):
-        ckptlib.open(root.url, rank=1)
+        ckptlib.open(fresh.url, rank=1)
 
 
 DTYPES = [
@@ -207,15 +208,15 @@ def test_a_process_that_is_forked_while_a_thread_reads_can_read(root: Root) -> N
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_compressed_and_rounded(root: Root) -> None:
+def test_compressed_and_rounded(fresh: Root) -> None:
     torch.manual_seed(0)
     state = {"w": torch.randn(70_000), "m": torch.randn(70_000)}
     codec = {"w": "planes", "m": ckptlib.Lossy("bfloat16")}
-    ckptlib.save(root.url, state, 1, codec=codec)
-    ckptlib.save(root.url, {**state, "w": state["w"].clone()}, 2, codec=codec)
+    ckptlib.save(fresh.url, state, 1, codec=codec)
+    ckptlib.save(fresh.url, {**state, "w": state["w"].clone()}, 2, codec=codec)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    ckptlib.load(root.url, loaded)
-    with ckptlib.open(root.url) as step:
+    ckptlib.load(fresh.url, loaded)
+    with ckptlib.open(fresh.url) as step:
         assert bits(step.get_tensor("w")) == bits(state["w"])
         assert bits(step.get_slice("w")[30_000:40_000]) == bits(state["w"][30_000:40_000])
         assert bits(step.get_tensor("m")) == bits(loaded["m"]) != bits(state["m"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from onerank import bits, opened, same
+from onerank import Root, bits, same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +32,10 @@ def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def steps_of(root: Root) -> list[int]:
+    return [info.step for info in ckptlib.checkpoints(root.url)]
 
 
 def everywhere(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,31 +105,29 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_they_come_back(tmp_path: Path, wrapping: str) -> None:
+def test_they_come_back(root: Root, wrapping: str) -> None:
     """Again and again, with the optimizer, and into a model that is wrapped otherwise."""
     source, target, plain = (WRAPPINGS[w](net(v)) for w, v in ((wrapping, 1.0), (wrapping, 50.0), ("nothing", 70.0)))
     optim = torch.optim.AdamW(source.named_parameters(), lr=0.1)
-    with opened(tmp_path) as root:
-        for _ in range(3):
-            source(torch.ones(2, 3)).square().sum().backward()
-            optim.step()
-            root.save({"m": source, "o": optim})
-            assert whole(source) != whole(target)
-            again = torch.optim.AdamW(target.named_parameters(), lr=0.5)
-            root.load({"m": target, "o": again})
-            assert whole(source) == whole(target)
-            assert moments(optim) == moments(again)
-            root.load({"m": plain}, only="m")
-            assert whole(source) == whole(plain)
-            with ckptlib.open(tmp_path) as found:
-                names = found.keys()
-            assert [n for n in names if n.startswith("m/1.0.")] == [f"m/1.0.{part}" for part in sorted(PARTS)]
+    for _ in range(3):
+        source(torch.ones(2, 3)).square().sum().backward()
+        optim.step()
+        root.save({"m": source, "o": optim})
+        assert whole(source) != whole(target)
+        again = torch.optim.AdamW(target.named_parameters(), lr=0.5)
+        root.load({"m": target, "o": again})
+        assert whole(source) == whole(target)
+        assert moments(optim) == moments(again)
+        root.load({"m": plain}, only="m")
+        assert whole(source) == whole(plain)
+        with ckptlib.open(root.url) as found:
+            names = found.keys()
+        assert [n for n in names if n.startswith("m/1.0.")] == [f"m/1.0.{part}" for part in sorted(PARTS)]
 
 
-def test_a_part_of_them(tmp_path: Path) -> None:
+def test_a_part_of_them(root: Root) -> None:
     source, target = Fused(), Fused(100.0)
-    with opened(tmp_path) as root:
-        root.move({"m": source}, {"m": target}, only="m/k")
+    root.move({"m": source}, {"m": target}, only="m/k")
     rows = torch.arange(12) % 3 == 1
     assert torch.equal(target.qkv[rows], source.qkv[rows])
     assert torch.equal(target.qkv[~rows], source.qkv[~rows] + 100)
@@ -142,17 +144,16 @@ def test_a_checkpointer_restores_them(tmp_path: Path) -> None:
     assert whole(target) == whole(model)
 
 
-def test_nobody_keeps_them(tmp_path: Path) -> None:
+def test_nobody_keeps_them(root: Root) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     model = Fused()
     model.register_state_dict_post_hook(
         lambda module, state, prefix, local: made.extend(weakref.ref(state[f"{prefix}{part}"]) for part in PARTS)
     )
-    with opened(tmp_path) as root:
-        for _ in range(2):
-            root.save({"m": model})
-            gc.collect()
-            assert not [ref for ref in made if ref() is not None]
+    for _ in range(2):
+        root.save({"m": model})
+        gc.collect()
+        assert not [ref for ref in made if ref() is not None]
 
 
 def test_a_tie_to_a_parameter_of_another_module_stays(tmp_path: Path) -> None:
@@ -180,8 +181,8 @@ class Wrong(Fused):
         state[f"{prefix}qkv"] = torch.stack([parts[1], parts[0], parts[2]], 1).view(12, 3)
 
 
-def test_hooks_that_do_not_turn_back_what_they_make(tmp_path: Path) -> None:
-    with opened(tmp_path) as root, pytest.raises(StateMismatch, match=r"q: Wrong.load_state_dict\(\) was given"):
+def test_hooks_that_do_not_turn_back_what_they_make(root: Root) -> None:
+    with pytest.raises(StateMismatch, match=r"q: Wrong.load_state_dict\(\) was given"):
         root.move({"m": Wrong()}, {"m": Wrong(5.0)})
 
 
@@ -197,18 +198,15 @@ class OneWay(nn.Module):
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_without_a_way_back_nothing_is_saved(tmp_path: Path, shard: bool) -> None:
+def test_without_a_way_back_nothing_is_saved(root: Root, shard: bool) -> None:
     """A DTensor that a hook made was once taken for the module's own, and a load into it was lost."""
-    module = fully_shard(OneWay()) if shard else OneWay()
-    with (
-        opened(tmp_path) as root,
-        pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'doubled'"),
-    ):
+    module, steps = fully_shard(OneWay()) if shard else OneWay(), steps_of(root)
+    with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'doubled'"):
         root.save({"m": module})
-    assert not [*tmp_path.glob("steps/*")]
+    assert steps_of(root) == steps
 
 
-def test_a_hook_that_comes_later(tmp_path: Path) -> None:
+def test_a_hook_that_comes_later(root: Root) -> None:
     def double(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
         state[f"{prefix}doubled"] = state[f"{prefix}weight"] * 2
 
@@ -216,43 +214,40 @@ def test_a_hook_that_comes_later(tmp_path: Path) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"].detach().clone()
 
     module, target = nn.Linear(3, 3), nn.Linear(3, 3)
-    with opened(tmp_path) as root:
-        root.move({"m": module}, {"m": target})
-        module.register_state_dict_post_hook(double)
-        with pytest.raises(UnsupportedState, match="doubled"):
-            root.save({"m": module})
-        target.register_state_dict_post_hook(copy)
-        with pytest.raises(UnsupportedState, match="weight"):
-            root.load({"m": target})
+    root.move({"m": module}, {"m": target})
+    module.register_state_dict_post_hook(double)
+    with pytest.raises(UnsupportedState, match="doubled"):
+        root.save({"m": module})
+    target.register_state_dict_post_hook(copy)
+    with pytest.raises(UnsupportedState, match="weight"):
+        root.load({"m": target})
 
 
-def test_a_hook_that_comes_later_and_keeps_all_names(tmp_path: Path) -> None:
+def test_a_hook_that_comes_later_and_keeps_all_names(root: Root) -> None:
     """Once its copies were taken for the module's own, and committed in a step that the same program cannot load."""
 
     def copy(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"].detach().clone()
 
     module = nn.Linear(3, 3)
-    with opened(tmp_path) as root:
-        for _ in range(2):
-            root.save({"m": module})
-        steps = [*tmp_path.glob("steps/*")]
-        hook = module.register_state_dict_post_hook(copy)
-        with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'weight'"):
-            root.save({"m": module})
-        assert [*tmp_path.glob("steps/*")] == steps
-        hook.remove()
+    for _ in range(2):
         root.save({"m": module})
+    steps = steps_of(root)
+    hook = module.register_state_dict_post_hook(copy)
+    with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'weight'"):
+        root.save({"m": module})
+    assert steps_of(root) == steps
+    hook.remove()
+    root.save({"m": module})
 
 
-def test_a_module_without_memory(tmp_path: Path) -> None:
+def test_a_module_without_memory(root: Root) -> None:
     with torch.device("meta"):
         target = Fused()
-    with opened(tmp_path) as root:
-        with pytest.raises(StateMismatch, match=r"m/q: hooks of state_dict\(\) make it.*to_empty"):
-            root.move({"m": Fused(2.0)}, {"m": target})
-        target.to_empty(device="cpu")
-        root.load({"m": target})
+    with pytest.raises(StateMismatch, match=r"m/q: hooks of state_dict\(\) make it.*to_empty"):
+        root.move({"m": Fused(2.0)}, {"m": target})
+    target.to_empty(device="cpu")
+    root.load({"m": target})
     assert whole(target) == whole(Fused(2.0))
 
 
@@ -286,62 +281,59 @@ GATHERED: list[list[torch.Tensor]] = [[], [torch.arange(4.0)], [torch.ones(2, 2)
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_what_is_no_tensor_comes_back(tmp_path: Path, wrapping: str) -> None:
+def test_what_is_no_tensor_comes_back(root: Root, wrapping: str) -> None:
     """Once a step with a list in a module was committed, and could not be loaded, not even into the same module."""
 
     def model(gathered: list[torch.Tensor], calls: int | None, value: float) -> tuple[nn.Module, Gathering]:
         inner = Gathering([tensor.clone() for tensor in gathered], calls, value)
         return WRAPPINGS[wrapping](nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner, nn.Linear(4, 2)))), inner
 
-    with opened(tmp_path) as root:
-        for before, now in zip(GATHERED, [*GATHERED[1:], GATHERED[0]], strict=True):
-            source, given = model(now, 7, 3.0)
-            target, taken = model(before, None, 0.0)
-            root.move({"m": source}, {"m": target})
-            assert same(taken.gathered, now)
-            assert taken.calls == 7
-            assert whole(target) == whole(source)
-            given.calls = None
-            root.load({"m": source})
-            assert same(given.gathered, now)
-            assert given.calls == 7
+    for before, now in zip(GATHERED, [*GATHERED[1:], GATHERED[0]], strict=True):
+        source, given = model(now, 7, 3.0)
+        target, taken = model(before, None, 0.0)
+        root.move({"m": source}, {"m": target})
+        assert same(taken.gathered, now)
+        assert taken.calls == 7
+        assert whole(target) == whole(source)
+        given.calls = None
+        root.load({"m": source})
+        assert same(given.gathered, now)
+        assert given.calls == 7
 
 
-def test_a_part_of_what_is_no_tensor(tmp_path: Path) -> None:
+def test_a_part_of_what_is_no_tensor(root: Root) -> None:
     target = Gathering([], 0)
-    with opened(tmp_path) as root:
-        root.move({"m": Gathering([torch.ones(2)], 7, 3.0)}, {"m": target}, only="m/calls")
-        assert (target.gathered, target.calls, target.weight.sum()) == ([], 7, 0)
-        root.load({"m": target}, only=["m/gathered", "m/weight"])
+    root.move({"m": Gathering([torch.ones(2)], 7, 3.0)}, {"m": target}, only="m/calls")
+    assert (target.gathered, target.calls, target.weight.sum()) == ([], 7, 0)
+    root.load({"m": target}, only=["m/gathered", "m/weight"])
     assert same(target.gathered, [torch.ones(2)])
     assert target.weight.sum() == 36
 
 
 @pytest.mark.parametrize("calls", [7, None])
-def test_what_nothing_would_take_back_is_not_saved(tmp_path: Path, calls: int | None) -> None:
-    module = nn.Sequential(Forgetful([], calls))
-    with opened(tmp_path) as root, pytest.raises(UnsupportedState, match=r"m/0.gathered: .* a list, .* take it back"):
+def test_what_nothing_would_take_back_is_not_saved(root: Root, calls: int | None) -> None:
+    module, steps = nn.Sequential(Forgetful([], calls)), steps_of(root)
+    with pytest.raises(UnsupportedState, match=r"m/0.gathered: .* a list, .* take it back"):
         root.save({"m": module})
-    assert not [*tmp_path.glob("steps/*")]
+    assert steps_of(root) == steps
 
 
 def test_steps_that_lack_it_or_have_more_of_it_load_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Root, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, unable, astray = Gathering([], 4), Forgetful([], 4), nn.Sequential(Forgetful([], 4))
     astray.register_load_state_dict_pre_hook(lambda *given: None)
     bare, source = Gathering([], 7, 3.0), Gathering([], 7, 3.0)
     monkeypatch.setattr(bare, "_save_to_state_dict", partial(nn.Module._save_to_state_dict, bare))
-    with opened(tmp_path) as root:
-        assert {*root.move({"m": bare}, {"m": target}).missing} == {"m/gathered", "m/calls"}
-        assert {*root.move({"m": source}, {"m": unable}, optional="m/gathered").unexpected} == {"m/gathered", "m/calls"}
-        root.move({"m": nn.Sequential(source)}, {"m": astray})
+    assert {*root.move({"m": bare}, {"m": target}).missing} == {"m/gathered", "m/calls"}
+    assert {*root.move({"m": source}, {"m": unable}, optional="m/gathered").unexpected} == {"m/gathered", "m/calls"}
+    root.move({"m": nn.Sequential(source)}, {"m": astray})
     assert [target.calls, unable.calls, astray[0].calls] == [4, 4, 4]
     assert {module.weight.sum().item() for module in (target, unable, astray[0])} == {36}  # type: ignore[union-attr, operator]
     assert "0.calls: nothing of Sequential takes what was loaded" in caplog.text
 
 
-def test_a_metric_that_gathers_comes_back(tmp_path: Path) -> None:
+def test_a_metric_that_gathers_comes_back(root: Root) -> None:
     metrics = pytest.importorskip("torchmetrics")
 
     def model() -> nn.ModuleDict:
@@ -350,11 +342,10 @@ def test_a_metric_that_gathers_comes_back(tmp_path: Path) -> None:
         return nn.ModuleDict({"layer": nn.Linear(2, 2), "metric": metric})
 
     source, target = model(), model()
-    with opened(tmp_path) as root:
-        root.move({"m": source}, {"m": target})
-        for value in (1.0, 2.0):
-            source["metric"].update(torch.full((2,), value))
-        root.move({"m": source}, {"m": target})
+    root.move({"m": source}, {"m": target})
+    for value in (1.0, 2.0):
+        source["metric"].update(torch.full((2,), value))
+    root.move({"m": source}, {"m": target})
     assert target["metric"].compute().tolist() == [1, 1, 2, 2]
 
 
@@ -373,7 +364,7 @@ class Holder:
 
 @pytest.mark.parametrize("kind", ["hooks", "objects on a device"])
 def test_dtensors_that_nobody_keeps_are_not_taken_for_one_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    root: Root, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Each dies when its shard is noted, and the next may lie where it lay: once that was a tie, and was not saved."""
 
@@ -384,7 +375,6 @@ def test_dtensors_that_nobody_keeps_are_not_taken_for_one_another(
     if kind != "hooks":  # what comes from an object is kept by nobody where it lies on a device
         monkeypatch.setattr(collector, "accelerator", SimpleNamespace(device_of=lambda tensor: torch.device("cuda", 0)))
     source, target = ({"model": stack(v), "ema": stack(v + 5000)} for v in (0.0, 70.0))
-    with opened(tmp_path) as root:
-        root.move({name: wrap(m) for name, m in source.items()}, {name: wrap(m) for name, m in target.items()})
-        assert root.saved()[1].aliases == {}
+    root.move({name: wrap(m) for name, m in source.items()}, {name: wrap(m) for name, m in target.items()})
+    assert root.saved()[1].aliases == {}
     assert {name: whole(m) for name, m in target.items()} == {name: whole(m) for name, m in source.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from onerank import Root, opened, same
+from onerank import Root, same
 from test_optimizers import OPTIMIZERS, model_of, options_of, params, state_of, train
 from torch import nn, optim
 
@@ -16,12 +16,6 @@ import ckptlib
 from ckptlib import StateMismatch
 from ckptlib.state import flatten
 from ckptlib.state.optimizer_kinds import kind_of
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -16,12 +16,6 @@ from ckptlib import StateMismatch, UnsupportedState
 Make = Callable[[Any], optim.Optimizer]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
-
-
 def matrices(p: Any) -> list[nn.Parameter]:
     return [q for q in p if q.ndim == 2]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onerank import Holder, Root, opened
+from onerank import Holder, Root
 
 import ckptlib
 from ckptlib import StateMismatch, UnsupportedState
@@ -26,12 +26,6 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "RandomState Philox": lambda seed: np.random.RandomState(np.random.Philox(seed)),
     "Random": random.Random,
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 def drawn(generator: Any, times: int = 1) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.scaled import Scaled
-from onerank import Root, opened, same_modules
+from onerank import Root, same_modules
 from test_made_tensors import WRAPPINGS
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
@@ -27,12 +27,6 @@ def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 class Derived(nn.Module):

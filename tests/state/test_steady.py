@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +58,6 @@ def check(root: Root, state: State) -> None:
     overwrite(state)
     root.load(state)
     assert data_of(state) == expected
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    """Of all changes, one after the other: each begins with a state of its own, whose tensors nobody has seen."""
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.mark.parametrize("change", LOADED)

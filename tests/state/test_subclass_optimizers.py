@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.scaled import Scaled, parts, scaled, train, trained
-from onerank import Root, bits, opened
+from onerank import Root, bits
 from torch import nn
 
 import ckptlib
 from ckptlib import StateMismatch
 from ckptlib.state.flatten import flatten
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as found:
-        yield found
 
 
 def test_optimizer_state_and_training_goes_on_alike(root: Root) -> None:

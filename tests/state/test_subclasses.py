@@ -30,12 +30,6 @@ def named(flat: Flat) -> list[str]:
     return sorted(leaf.name for leaf in flat.leaves)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as found:
-        yield found
-
-
 @pytest.fixture
 def root_of_ranks(world: None, tmp_path: Path) -> Iterator[Root]:
     """Of a job with a process group."""
