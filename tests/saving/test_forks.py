@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launch import fork_ranks
+from launch import fork_one, fork_ranks
 from places import WORKERS
 
 
@@ -23,16 +21,10 @@ def slots_of(root: Path) -> list[str]:
     "case", ["workers", *(pytest.param(case, marks=pytest.mark.slow) for case in ("functions", "checkpointers"))]
 )
 def test_children_of_one_process(tmp_path: Path, case: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(WORKERS / "forks.py"), str(tmp_path / "root"), case],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stdout + done.stderr[-4000:]
-    assert "died" not in done.stderr
+    log = tmp_path / "log"
+    status = fork_one(WORKERS / "forks.py", tmp_path / "root", case, log=log, timeout_s=240)
+    said = log.read_text()
+    assert (status, "ok" in said.splitlines(), "died" in said) == (0, True, False), said
     assert slots_of(tmp_path / "root") == []
 
 

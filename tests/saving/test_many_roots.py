@@ -13,15 +13,19 @@ from launch import fork_ranks
 
 import ckptlib
 import ckptlib.dcp as dcp
-from ckptlib.saving.registry import MAX_OPEN
+from ckptlib.saving import registry
 from ckptlib.testing import write_plan
 from ckptlib.writer import client
 
 STATE = {"w": torch.arange(4.0)}
 
+MAX_OPEN = 2
+"""Each more is a writer's start more."""
+
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "MAX_OPEN", MAX_OPEN)
     yield
     close_sessions()
 
