@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import fork_ranks
+from launch import fork_one, fork_ranks
 from onerank import bits, same
-from places import ROOT
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
@@ -148,6 +145,14 @@ def test_damage_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
+def run(code: str, directory: Path) -> tuple[int | None, str]:
+    """How a program ended that exports, and what it said."""
+    program, log = directory / "program.py", directory / "log"
+    program.write_text(code)
+    status = fork_one(program, directory / "root", directory / "out", log=log, timeout_s=150)
+    return status, log.read_text()
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     ckptlib.save(tmp_path / "root", {"x": torch.randn(1 << 20)}, 1)
     code = (
@@ -155,11 +160,11 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "ckptlib.export(sys.argv[1], sys.argv[2], format='dcp')\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, check=False)
-    assert "StoreError" in done.stderr
-    assert "File too large" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    status, said = run(code, tmp_path)
+    assert status == 1
+    assert "StoreError" in said
+    assert "File too large" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "program.py", "root"]
 
 
 def test_two_ranks_save_and_two_others_load(tmp_path: Path) -> None:
@@ -178,10 +183,10 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         "ckptlib.export(sys.argv[1], sys.argv[2], format='dcp')\n"
         "print(peak() - before)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, check=True)
-    print(done.stdout)
-    assert int(done.stdout) < 300_000, done.stdout
+    status, said = run(code, tmp_path)
+    print(said)
+    assert status == 0
+    assert int(said) < 300_000
 
 
 class Held:
