@@ -6,6 +6,7 @@ Dicts by text are none. Their entries keep names of their own, which `only=` and
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from keyword import iskeyword
@@ -25,7 +26,8 @@ def is_nest(node: object) -> bool:
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
         return _comes_back(node)
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
-        return not node or (all(map(_comes_back, node.values())) and not all(map(is_text, node)) and _are_keys(node))
+        # keys first: of dicts within dicts by text, the values would be looked through anew at each level
+        return not node or (not all(map(is_text, node)) and _are_keys(node) and all(map(_comes_back, node.values())))
     return False
 
 
@@ -33,7 +35,11 @@ def is_text(key: object) -> bool:
     """Whether a key is text that no key of another type has: no number, constant, tuple or member of an enum."""
     if not isinstance(key, str) or not is_unicode(key) or iskeyword(key):
         return False
-    if not _NO_TEXT.isdisjoint(key) or not any(map(str.isalpha, key)):
+    if not _NO_TEXT.isdisjoint(key):
+        return False
+    if _IN_NO_NUMBER.search(key):  # most keys by far, and to fail to convert one takes longer than all else
+        return True
+    if not any(map(str.isalpha, key)):
         return False
     try:
         complex(key)  # also of nan and 1e5
@@ -43,6 +49,9 @@ def is_text(key: object) -> bool:
 
 
 _NO_TEXT = frozenset(".()[]{}<>'\"")
+
+_IN_NO_NUMBER = re.compile("[b-dghk-mo-su-xzB-DGHK-MO-SU-XZ]")
+"""Letters that the text of no number has: those of nan, infinity, e and j are missing."""
 
 
 def is_all_plain(node: object, depth: int = 0) -> bool:

@@ -9,7 +9,9 @@ import torch
 from ckptlib.format.tagged_values import MAX_DEPTH, Where, text_of
 from ckptlib.state.frameworks import unwrapped
 from ckptlib.state.leaf import PLAIN, PerRank
-from ckptlib.state.visitor import are_scalars, too_deep
+from ckptlib.state.visitor import SCALARS, are_scalars, too_deep
+
+_OWN_NOTHING = frozenset([*PLAIN, *SCALARS])
 
 
 def owned_in(state: object) -> list[object]:
@@ -44,7 +46,7 @@ def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[
             yield inner
     elif isinstance(node, Mapping):
         for key, value in node.items():
-            if type(value) in PLAIN:  # there may be thousands
+            if type(value) in _OWN_NOTHING:  # there may be thousands
                 continue
             yield from _optimizers_in(value, (where, key), depth + 1)
     elif isinstance(node, (list, tuple)) and not are_scalars(node):

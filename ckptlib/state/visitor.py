@@ -47,7 +47,10 @@ class Visitor(ABC, Generic[Given]):
             self.add_optimizer(*optimizer)
 
     def _collect(self, node: object, path: str, given: Given) -> None:
-        if isinstance(node, (torch.Tensor, Sharded)):  # first: there may be thousands
+        if type(node) in SCALARS:  # these first: there may be thousands
+            self.add_plain(node, path, given)
+            return
+        if isinstance(node, (torch.Tensor, Sharded)):  # and these
             self.add_any_tensor(node, path, given)
             return
         check_depth(node, path)

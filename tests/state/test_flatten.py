@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.calls import num_calls
 from onerank import Holder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -524,6 +525,20 @@ def test_state_beside_a_dtensor_that_contains_itself_is_refused(world: None, pla
     optimizer.state[param]["x"] = endless("list")
     with pytest.raises(UnsupportedState, match=r"^there/w/x/0.*deeper than 100 levels; does it contain itself\?"):
         flatten({"there": optimizer})
+
+
+def test_plain_values_are_looked_at_once() -> None:
+    """However deep they lie: there may be 100,000 beside a model, and the training waits for each."""
+
+    def calls(depth: int) -> int:
+        state: object = {f"value {i}": i for i in range(200)}
+        for _ in range(depth):
+            state = {"inner": state}
+        return num_calls(lambda: flatten({"meta": state}))
+
+    few, many = calls(2), calls(12)
+    assert many - few < 10 * 60
+    assert few < 200 * 20
 
 
 def test_what_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
