@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from helpers.tmpfs import tmpfs
 from helpers.writers import until
 from rankthreads import run_ranks
 from torch import nn
@@ -46,13 +46,8 @@ from ckptlib.stores.testing import flip_bit, write_plan
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 2 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with tmpfs(tmp_path / "small", 2 << 20) as path:
+        yield path
 
 
 def checkpointer(root: Path, state: dict[str, object], arena: Path) -> ckptlib.Checkpointer:

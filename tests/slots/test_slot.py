@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.tmpfs import tmpfs
 from support import ROOT_ID
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
@@ -245,15 +246,8 @@ def test_no_room_where_there_is_no_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    mount = tmp_path / "small"
-    mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mount)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.decode()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with tmpfs(tmp_path / "small", 1 << 20) as mount:
+        yield mount
 
 
 @pytest.mark.root

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.tmpfs import mounted, tmpfs
 from helpers.writers import alive, until
 from workers import lock_jobs
 
@@ -168,15 +169,7 @@ def test_one_that_is_taken_away_before_it_is_locked_is_made_again(
 
 def test_where_there_is_no_room_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The next directory has it; without any the job goes on, and says so."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small tmpfs")
-    full = tmp_path / "full"
-    full.mkdir()
-    options = ["-o", "size=4k,nr_inodes=2", "tmpfs", str(full)]
-    done = subprocess.run(["mount", "-t", "tmpfs", *options], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    try:
+    with mounted(tmp_path / "full", "tmpfs", "-o", "size=4k,nr_inodes=2") as full:
         (full / "data").write_bytes(b"x" * 4096)
         lock = WriterLock.take([full, tmp_path], PREFIX)
         assert lock is not None
@@ -185,26 +178,15 @@ def test_where_there_is_no_room_for_it(tmp_path: Path, caplog: pytest.LogCapture
         assert WriterLock.take([full, tmp_path / "missing"], PREFIX) is None
         assert f"in {full}: No space left on device" in caplog.text
         assert f"in {tmp_path / 'missing'}: No such file or directory" in caplog.text
-    finally:
-        subprocess.run(["umount", "-l", str(full)], check=True)
 
 
 def test_a_memory_that_is_full_of_slots_has_room_for_it(tmp_path: Path) -> None:
     """The file is empty: it needs a name and no page."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small tmpfs")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    try:
-        (tmp_path / "data").write_bytes(b"x" * 4096)
-        lock = WriterLock.take([tmp_path], PREFIX)
+    with tmpfs(tmp_path / "full", 4096) as full:
+        (full / "data").write_bytes(b"x" * 4096)
+        lock = WriterLock.take([full], PREFIX)
         assert lock is not None
         lock.close()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_what_was_planted_is_neither_waited_for_nor_removed(tmp_path: Path) -> None:

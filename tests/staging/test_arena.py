@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.stage import wait_warm
+from helpers.tmpfs import tmpfs
 from places import TESTS
 from support import ROOT_ID
 
@@ -335,15 +336,8 @@ def test_no_older_snapshot_goes_for_a_slot_that_the_job_can_do_without(
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 2 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small tmpfs")
-    path = tmp_path / "small"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with tmpfs(tmp_path / "small", 2 << 20) as path:
+        yield path
 
 
 # -- those who come after

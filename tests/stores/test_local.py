@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.tmpfs import mounted
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import FormatError, ObjectExists, StoreError, StoreFull
@@ -421,16 +422,8 @@ def test_only_old_remains_are_cleaned(files: Path) -> None:
 
 @pytest.fixture(params=["size=1m"])
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    path = tmp_path / "small"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", path]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", path], check=True)
+    with mounted(tmp_path / "small", "tmpfs", "-o", request.param) as path:
+        yield path
 
 
 @pytest.mark.root
@@ -467,13 +460,7 @@ def test_a_disk_that_is_full_of_files(small_disk: Path) -> None:
 @pytest.mark.root
 def test_a_file_system_that_does_not_count_its_bytes(tmp_path: Path) -> None:
     """It is not nearly full: then a sweep would not wait for readers."""
-    command = ["mount", "-t", "ramfs", "ramfs", tmp_path]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no ramfs can be mounted: {mounted.stderr.decode().strip()}")
-    try:
-        store = LocalStore(str(tmp_path))
+    with mounted(tmp_path / "ramfs", "ramfs") as path:
+        store = LocalStore(str(path))
         store.put("a", b"1")
         assert store.free_nbytes() is None
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
