@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import fork_one
 from safetensors.torch import save_file
 from sources import WRITTEN, read, refuses
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -202,10 +203,11 @@ def test_values_that_grow_without_end(tmp_path: Path) -> None:
         "assert int(peak[1]) < 1_500_000\n"
     )
     paths = [str(tmp_path / "grows.pt"), str(tmp_path / "itself.pt")]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "more than" in done.stdout
-    assert "deeper than" in done.stdout
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    program.write_text(code)
+    assert fork_one(program, *paths, log=log, timeout_s=300) == 0, log.read_text()
+    assert "more than" in log.read_text()
+    assert "deeper than" in log.read_text()
 
 
 def test_numbers_that_python_does_not_write(tmp_path: Path) -> None:
