@@ -8,6 +8,7 @@ yet to read.
 
 from __future__ import annotations
 
+import gc
 import select
 import signal
 import socket
@@ -35,15 +36,18 @@ from ckptlib.writer import late_numpy  # noqa: E402
 
 if __name__ == "__main__":
     late_numpy.defer()
+    gc.disable()  # nothing of what is imported is garbage: to look for some takes a tenth of the imports' time
 
 from ckptlib.slots.writer_lock import WriterLock  # noqa: E402
 from ckptlib.writer.channel import Channel  # noqa: E402
 from ckptlib.writer.process import WriterProcess  # noqa: E402
 
 if __name__ == "__main__":
+    gc.enable()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     log, *inherited = map(Path, sys.argv[4:])
     lock = WriterLock(inherited[1], int(inherited[0].name)) if inherited else None
     WriterProcess(channel, int(sys.argv[2]), lock).run()
     if log.exists() and not log.stat().st_size:
         log.unlink(missing_ok=True)
+    gc.freeze()  # nor does the end of the interpreter look through all that is there
