@@ -250,7 +250,7 @@ class StepReader(ABC, Generic[T]):
         reads: Reads = {}
         before: frozenset[int] | None = None
         for want, of in zip(wants, ranks, strict=True):
-            if of is not before:  # alone, a rank has one set for all that it wants
+            if of != before:  # mostly, all that a rank wants lies in the parts of the same ranks
                 before, shares = of, self._shares_of(of)
             self._plan_want(want, shares, reads)
         for (_, chunk), read in reads.items():
@@ -270,12 +270,11 @@ class StepReader(ABC, Generic[T]):
         for box, memory in want.pieces:
             to = self.target(memory)
             if boxes == (box,) and to.numel:  # saved and wanted alike: most tensors by far
-                _plan_shard(places[0], Run(0, 0, to.numel), box, to, reads)
+                _plan_shards(places, [Touching(0, Run(0, 0, to.numel))], box, to, reads)
                 continue
             cover = _cover(box, boxes)
             self._check_cover(want.name, cover.hole)
-            for i, run in cover.touching:
-                _plan_shard(places[i], run, box, to, reads)
+            _plan_shards(places, cover.touching, box, to, reads)
 
     def _shares_of(self, ranks: Collection[int]) -> list[PartIndex]:
         """In the order of these ranks."""
@@ -330,28 +329,39 @@ def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
     return found
 
 
-def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
-    """Adds the chunks of a shard that meet `wanted`. `run`: their intersection, if it is one run."""
-    share, shard = place
+def _plan_shards(places: Sequence[Place], touching: Iterable[Touching], wanted: Box, to: Target, reads: Reads) -> None:
+    """Adds the chunks of those shards that meet `wanted`."""
+    columns, shard, whole, as_is = None, -1, False, False
+    skipped, dtype, chunk = 0, "", 0
+    for i, run in touching:
+        share, at = places[i]
+        if at != shard or share.columns is not columns:  # else it is cut as the one before it
+            shard, columns = at, share.columns
+            skipped, dtype, chunk = columns.skipped[at], columns.dtypes[at], share.first_chunks[at]
+            whole, as_is = to.is_row_major and share.num_chunks[at] <= 1, to.takes_bytes(dtype)
+        if run is not None and whole:  # nearly all
+            read = reads.get((share.rank, chunk)) or _read_of(reads, share, chunk)
+            (read.to_host if as_is else read.runs).append((to, run, skipped, dtype))
+        else:
+            _plan_shard(share, at, run, wanted, to, reads)
+
+
+def _plan_shard(share: PartIndex, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
+    """As above, of one shard. `run`: its intersection with `wanted`, if it is one run."""
     several, columns = share.num_chunks[shard] > 1, share.columns
     dtype, skipped = columns.dtypes[shard], columns.skipped[shard]
-    if run is not None and to.is_row_major and not several:  # nearly all
-        first, at, numel = run
-        if first:
-            skipped += first * dtypes.itemsize(dtype)
-        to.take(_read_of(reads, share, share.first_chunks[shard]), skipped, at, numel, dtype)
-        return
     element, itemsize, table = 0, dtypes.itemsize(dtype), share.part.table
     for chunk in table.chunks(shard):
         stop = element + (table.nbytes[chunk] if several else columns.sizes[shard]) // itemsize
         if run is None or not to.is_row_major:
             for copy in copies_of(table.boxes[shard], element, stop, wanted, to.memory, skipped, dtype):
-                _read_of(reads, share, chunk).copies.append(copy)
+                _read_of(reads, share, chunk).boxes.append(copy)
         else:
             first, last = max(run.first, element), min(run.first + run.numel, stop)
             if first < last:
                 read = _read_of(reads, share, chunk)
-                to.take(read, (first - element) * itemsize, run.at + first - run.first, last - first, dtype)
+                here = Run(first - element, run.at + first - run.first, last - first)
+                (read.to_host if to.takes_bytes(dtype) else read.runs).append((to, here, skipped, dtype))
         element = stop
 
 

@@ -8,9 +8,8 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from types import EllipsisType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from typing_extensions import override
@@ -19,7 +18,7 @@ from ckptlib.catalog.chunks import ReadInto, decode_chunk
 from ckptlib.catalog.shards import PartIndex
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format import dtypes
-from ckptlib.format.box import Box, boxes_of_range
+from ckptlib.format.box import Box, Run, boxes_of_range
 from ckptlib.format.places import Coding
 from ckptlib.pages import round_up
 from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, GAP_BYTES, IoLimits
@@ -64,7 +63,7 @@ class ByteCopy(NamedTuple):  # there may be hundreds of thousands
 class ChunkRead:
     """One chunk to be read, checked and placed."""
 
-    __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share", "stored")
+    __slots__ = ("boxes", "chunk", "coding", "nbytes", "offset", "pack", "runs", "share", "stored", "to_host")
 
     def __init__(self, share: PartIndex, chunk: int) -> None:
         part = share.part
@@ -73,24 +72,35 @@ class ChunkRead:
         self.offset, self.nbytes = part.table.offsets[chunk], part.table.nbytes[chunk]
         self.stored = part.stored[chunk]
         """Bytes in the pack."""
-        self.moves: list[ByteMove] = []
-        self.copies: list[ByteCopy] = []
+        self.coding: Coding | None = part.codings.get(chunk)
+        """The coding of the chunk in the pack; None: its own bytes."""
+        self.to_host: list[Taken] = []
+        """The runs that go into memory of the host as they are."""
+        self.runs: list[Taken] = []
+        """The others."""
+        self.boxes: list[ByteCopy] = []
+        """The rest, which are no runs."""
+
+    @property
+    def moves(self) -> Iterator[ByteMove]:
+        return itertools.starmap(_move_of, self.to_host)
+
+    @property
+    def copies(self) -> list[ByteCopy]:
+        """Made anew each time: whoever places the chunk asks for them, and keeps none."""
+        return [*itertools.starmap(_copy_of, self.runs), *self.boxes]
 
     @property
     def digest(self) -> str:
         return self.share.part.digests[self.chunk]
 
     @property
-    def coding(self) -> Coding | None:
-        """The coding of the chunk in the pack; None: its own bytes."""
-        return self.share.part.codings.get(self.chunk)
-
-    @property
     def address(self) -> int | None:
         """Of the target's memory, when the chunk's bytes are exactly that, and the pack has them as they are."""
-        if self.copies or len(self.moves) != 1 or self.moves[0].nbytes != self.nbytes or self.coding is not None:
+        if len(self.to_host) != 1 or self.runs or self.boxes or self.coding is not None:
             return None
-        return self.moves[0].address
+        (move,) = self.moves
+        return move.address if move.nbytes == self.nbytes else None
 
     @override
     def __str__(self) -> str:
@@ -99,7 +109,7 @@ class ChunkRead:
 
 
 class Target(ABC):
-    """Memory to be filled with a box of a tensor, as a plan sees it. It lives only while reads are planned."""
+    """Memory to be filled with a box of a tensor."""
 
     __slots__ = ("address", "dtype", "is_row_major", "memory", "numel")
 
@@ -109,24 +119,31 @@ class Target(ABC):
         self.address = address
         """Of the memory, when that is its value, and the host's."""
 
-    def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: str) -> None:
-        """Its elements from `at` on, row-major, come from a chunk, behind `skipped` bytes."""
-        if self.address is not None and self.dtype == dtype:
-            itemsize = dtypes.itemsize(dtype)
-            read.moves.append(ByteMove(skipped, numel * itemsize, self.address + at * itemsize))
-            return
-        shape, outside = _stretch(at, numel)
-        read.copies.append(ByteCopy(skipped, dtype, shape, WHOLE, self.flat(), outside))
+    def takes_bytes(self, dtype: str) -> bool:
+        """Whether elements of this dtype go there as they are, by address."""
+        return self.address is not None and self.dtype == dtype
 
     @abstractmethod
     def flat(self) -> object:
         """The same memory with one dim; it is row-major."""
 
 
-@lru_cache(maxsize=1 << 14)  # layers are alike, and every object of a plan is one more for the collector to search
-def _stretch(at: int, numel: int) -> tuple[tuple[int, ...], Index]:
-    """Shape and place of elements that follow one another."""
-    return (numel,), (slice(at, at + numel),)
+Taken: TypeAlias = tuple[Target, Run, int, str]
+"""A run of elements from a chunk to a target, row-major in both: the target; the run, whose `first` counts in the
+shard, or in the part of it that the chunk has, and whose `at` counts in the target; the bytes of the chunk before that;
+the dtype. A plain tuple, of objects that others share: a plan of a thousand ranks has hundreds of thousands.
+"""
+
+
+def _move_of(target: Target, run: Run, skipped: int, dtype: str) -> ByteMove:
+    assert target.address is not None
+    itemsize = dtypes.itemsize(dtype)
+    return ByteMove(skipped + run.first * itemsize, run.numel * itemsize, target.address + run.at * itemsize)
+
+
+def _copy_of(target: Target, run: Run, skipped: int, dtype: str) -> ByteCopy:
+    first, outside = skipped + run.first * dtypes.itemsize(dtype), (slice(run.at, run.at + run.numel),)
+    return ByteCopy(first, dtype, (run.numel,), WHOLE, target.flat(), outside)
 
 
 class Landing(ABC):

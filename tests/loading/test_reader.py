@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import support
 import torch
+from helpers.calls import num_calls
 from helpers.readers import limit, plan_of, store_of
 from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
@@ -234,6 +235,19 @@ def test_a_plan_is_few_objects(tmp_path: Path) -> None:
     assert made < 5 * len(tensors) + 100  # one for each shard, and one for each target
     reader.read(wants, nothing)
     assert all((want.pieces[0][1] == i).all() for i, want in enumerate(wants))
+
+
+def test_a_plan_makes_few_calls(tmp_path: Path) -> None:
+    """What the shards of one tensor have in common is asked once, not for each of thousands of ranks."""
+    tensors = {f"t{i:03}": np.full((32, 2), i, dtype=np.float32) for i in range(100)}
+    reader = saved(tmp_path, tensors, world_size=32)
+    for dtype in (torch.float32, torch.float64):  # bytes that go there as they are, and others
+        wants = [want(name, torch.zeros(32, 2, dtype=dtype)) for name in tensors]
+        ranks = [*map(reader.ranks_for, wants)]
+        plan = plan_of(reader, wants, ranks)  # reads the parts
+        taken = [len([*read.moves]) + len(read.copies) for request in plan for read in request.reads]
+        assert sum(taken) == 32 * len(tensors)
+        assert num_calls(lambda wants=wants, ranks=ranks: plan_of(reader, wants, ranks)) < 2 * sum(taken)
 
 
 def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
