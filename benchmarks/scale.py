@@ -6,6 +6,7 @@ in memory. So what is measured is the work that grows with ranks and tensors, wi
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -70,6 +71,7 @@ def _measure(num_ranks: int, num_tensors: int, options: Options, figures: Figure
         if rank < 3:
             note("plan and part of a rank, first save", "cpu s", seconds)
     note("part", "KB", len(store.get(names[0].key)) / 1e3)
+    gc.freeze()  # the writer, which commits, has neither torch's million objects to search for garbage, nor these parts
     _, seconds = _timed(lambda: committer.commit_when_whole(first, num_ranks, lambda: 60.0))
     note("first commit, rank 0", "cpu s", seconds)
 
@@ -83,6 +85,7 @@ def _measure(num_ranks: int, num_tensors: int, options: Options, figures: Figure
         note("steady commit, rank 0", "cpu s", seconds)
     note("manifest", "KB", len(store.get(manifest.save.manifest_key)) / 1e3)
 
+    gc.unfreeze()
     manifest = catalog.manifest(first)
     for loading in (num_ranks, num_ranks * 3 // 4, 8):
         for rank in (0, loading // 2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import ClassVar
 
 from typing_extensions import Buffer, override
@@ -78,15 +79,12 @@ class MemoryStore(Store):
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
         check_prefix(prefix)
         with self._lock:
-            found = list(self._objects.items())
-        return sorted(
-            (
+            found = [
                 Entry(key, len(data), modified)
-                for key, (data, modified) in found
+                for key, (data, modified) in self._objects.items()
                 if key.startswith(prefix) and key > after
-            ),
-            key=lambda entry: entry.key,
-        )
+            ]
+        return sorted(found, key=attrgetter("key"))
 
     @override
     def delete(self, *keys: str) -> None:
