@@ -251,7 +251,8 @@ class _Readers:
         plain = ((i, self.large[i].tensor) for i in on_host if is_bytes(self.large[i].tensor))
         self._views = {i: bytes_at(tensor.data_ptr(), tensor.nbytes) for i, tensor in plain}
         self.late = [i for i in on_host if self.large[i].late and i in self._views]
-        self.now = [i for i in on_host if i not in {*self.late}]
+        late = {*self.late}
+        self.now = [i for i in on_host if i not in late]
         self.frozen = {i for i, replica in enumerate(self.large) if replica.way is Way.FROZEN and not whole}
         self.kinds: list[Kind] = [
             (replica.name, replica.way, nbytes) for replica, nbytes in zip(self.large, self.widths, strict=True)
