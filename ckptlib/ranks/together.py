@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from ckptlib import errors
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOLD_AFTER_S = 60.0
-"""After so long a rank says that others wait for it; again after twice as long each time."""
+"""After so long a rank says that most others wait for it; again after twice as long each time."""
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
@@ -63,28 +63,29 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
     """As `together`, for calls that may take one rank longer than a collective waits.
 
     The call runs in a thread; the ranks meet now and then, so that a slow rank is waited for, and a dead one is not. A
-    rank that others have waited for a while says so: its disk may hang, for ever. Where one has lost another, none is
-    waited for. Returns, or raises, when the call has ended here.
+    rank that most others have waited for a while says so: its disk may hang, for ever. Where one has lost another, none
+    is waited for, and all raise AgreementFailed. Returns, or raises, when the call has ended here.
     """
     if group.size == 1:
         return together(group, what, call)
-    began, told_s = time.monotonic(), TOLD_AFTER_S
+    began = most_done = time.monotonic()
+    told_s = TOLD_AFTER_S
     with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
         work = executor.submit(call)
         while True:
             ended = bool(wait([work], group.patience_s).done)
             lost = ended and isinstance(work.exception(), AgreementFailed)
             left, num_lost = group.start_sum([int(not ended), int(lost)])()
-            if not left or num_lost:
-                return together(group, what, lambda: _result(work, what))
-            took_s = time.monotonic() - began
-            if left < group.size and took_s > told_s and not ended:
+            if not left:
+                return together(group, what, work.result)
+            if num_lost:  # nobody raises another error: callers would go on together, without those that are left
+                together(group, what, work.result if lost else lambda: None)
+            now = time.monotonic()
+            if 2 * left > group.size:
+                most_done = now
+            elif not ended and now - most_done > told_s:
                 mine, done = group.global_rank(group.rank), group.size - left
-                log.warning("%s: rank %d is still at it after %.0f s; %d ranks have done it", what, mine, took_s, done)
+                log.warning(
+                    "%s: rank %d is still at it after %.0f s; %d ranks have done it", what, mine, now - began, done
+                )
                 told_s *= 2
-
-
-def _result(work: Future[Result], what: str) -> Result:
-    if not work.done():
-        raise AgreementFailed(f"{what} has not ended here, and another rank has lost one that it needs for it")
-    return work.result()
