@@ -71,7 +71,8 @@ class Exports:
 
         `committed`: else it is in memory or on local disks, and was saved `again`, where there was room.
         """
-        self._restored = save
+        self._restored, self._taken, self._owed = save, None, False  # a program may restore twice before its first step
+        self._waiting.clear()
         if self._export is None or save is None or not self._is_due(save.step) or self._export.is_there(save.step):
             return
         if committed:

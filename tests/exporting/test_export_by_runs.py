@@ -28,11 +28,12 @@ def weights(job: Job) -> dict[str, bytes]:
     return {name: bits(tensor) for name, tensor in job.model.state_dict().items()}
 
 
-def run(job: Job, export: ckptlib.Export, total: int = 6) -> list[events.Event]:
-    """What a run with a save every second step told of its exports."""
+def run(job: Job, export: ckptlib.Export, total: int = 6, back_to: int | None = None) -> list[events.Event]:
+    """What a run with a save every second step told of its exports. `back_to`: restored behind the newest step."""
     told: list[events.Event] = []
     with job.checkpointer(every=2, export=export, on_event=told.append) as ckpt:
-        for _ in ckpt.loop(ckpt.restore().step, total):
+        start = ckpt.restore().step
+        for _ in ckpt.loop(start if back_to is None else ckpt.restore(step=back_to).step, total):
             if ckpt.pending is not None:  # so that each save is taken when it is due
                 ckpt.pending.wait_committed()
             job.body()
@@ -104,6 +105,13 @@ def test_a_due_step_is_exported_once_whoever_saves_it(tmp_path: Path, monkeypatc
                 ckpt.save(step + 1).wait_committed()
     assert [event.step for event in told if isinstance(event, events.Exported)] == [2, 4, 8]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["2", "4", "8"]
+
+
+def test_a_second_restore_forgets_what_was_due_by_the_first(tmp_path: Path) -> None:
+    run(Job(tmp_path / "root"), ckptlib.Export(tmp_path / "last", only="model"))
+    export = ckptlib.Export(tmp_path / "{step}", only="model", steps=lambda step: step in (4, 6))
+    told = run(Job(tmp_path / "root"), export, total=8, back_to=2)
+    assert [event.step for event in told if isinstance(event, events.Exported)] == [4, 6, 8]
 
 
 def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
