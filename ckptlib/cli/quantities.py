@@ -37,7 +37,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, (int, float)):
             return value
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", str(value).lower())
+        found = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", str(value).lower())
         number = float(found[1]) * self._units[found[2]] if found and found[2] in self._units else 0.0
         if not 0 < number < self._most:
             units = ", ".join(unit for unit in self._units if unit)

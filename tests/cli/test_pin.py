@@ -109,6 +109,7 @@ def test_a_best_that_nobody_can_tell(ckptlib: Ckptlib, made: LocalStore) -> None
         (["--keep-best", "acc", "--mode", "min"], [2, 3, 5]),
         (["--keep-within", 1.5], [3, 4, 5]),
         (["--keep-within", "90min"], [3, 4, 5]),
+        (["--keep-within", ".5"], [3, 5]),
         (["--keep-every", 4], [3, 4, 5]),
     ],
 )
