@@ -166,6 +166,7 @@ def test_what_an_open_one_has_in_memory_only_is_told(tmp_path: Path, caplog: pyt
     until(lambda: has_said(first, "committed"))
     with ckptlib.Checkpointer(tmp_path, a_state(), every=10**6, peers=peers) as second:
         assert second.restore().step == 1
+        assert second.pending is None, "what is kept in memory again is no save"
     assert "in memory only" not in caplog.text, "the store has it"
     assert "waits for it" not in caplog.text, "nothing is under way"
     first.after_step(2)
