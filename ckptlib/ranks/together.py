@@ -41,10 +41,13 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
         return result
     rank, text = min(failures.items())
     name, _, message = text.partition(": ")
-    if own is not None and _known(own) == name:
-        raise own
-    cls = getattr(errors, name, AgreementFailed)
-    raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
+    try:
+        if own is not None and _known(own) == name:
+            raise own
+        cls = getattr(errors, name, AgreementFailed)
+        raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
+    finally:
+        del own  # whose trace has this frame, and those of all callers, with a model in their locals
 
 
 def by_rank_0(group: Group, what: str, call: Callable[[], bytes]) -> bytes:

@@ -341,6 +341,8 @@ class Session:
         self.owner.let_go()
         self.stopwatch.close(clean)
         self.stager.close()
+        self.planner.forget_tensors()  # a session goes when garbage is collected; nobody's model waits for that
+        self.memo = Memo()
         try:
             self.outcomes.poll()
             if clean:

@@ -20,18 +20,23 @@ def in_thread(call: Callable[[], T], limit_s: float) -> T:
     """The result of `call`, or its error. Raises TimeoutError after `limit_s` seconds; the call goes on then. Raises
     StoreError where it was not begun, since the system has no thread for it."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
     try:
-        threading.Thread(target=run, name="ckptlib-bounded", daemon=True).start()
+        threading.Thread(target=_run, args=(call, outcome), name="ckptlib-bounded", daemon=True).start()
     except RuntimeError as error:
         raise StoreError(f"the store was not asked: {error}. See ulimit -u, and pids.max of the cgroup") from error
-    return _result(outcome, limit_s)
+    try:
+        return _result(outcome, limit_s)
+    finally:
+        del outcome
+
+
+def _run(call: Callable[[], T], outcome: concurrent.futures.Future[T]) -> None:
+    try:
+        outcome.set_result(call())
+    except BaseException as error:
+        outcome.set_exception(error)
+    finally:
+        del outcome
 
 
 def on_loop(make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop, limit_s: float) -> T:
@@ -46,13 +51,21 @@ def on_loop(make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEv
     except BaseException:
         future.cancel()
         raise
+    finally:
+        del future
 
 
 def _result(future: concurrent.futures.Future[T], limit_s: float) -> T:
-    """As of a future; a time-out is the same class in all versions of Python."""
+    """As of a future; a time-out is the same class in all versions of Python.
+
+    Nobody here keeps the future: an error in it that has this frame in its trace would keep all callers' locals, such
+    as a model, until garbage is collected.
+    """
     try:
         return future.result(limit_s)
     except (concurrent.futures.TimeoutError, asyncio.TimeoutError) as error:
         if isinstance(error, TimeoutError):
             raise
         raise TimeoutError(*error.args) from None
+    finally:
+        del future

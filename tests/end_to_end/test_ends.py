@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import torch
 from helpers.inside import forget_last_save, num_failures, refuse_slots
 from helpers.moody import Moody
 from helpers.one_job import WAIT_S, Job, catalog, faulty, slots, step_once, steps, wait_settled
@@ -20,7 +23,7 @@ from places import WORKERS
 
 import ckptlib
 from ckptlib.catalog.accounts import read_accounts
-from ckptlib.errors import NoRoom, SaveFailed, Superseded, WaitTimeout
+from ckptlib.errors import CheckpointNotFound, NoRoom, SaveFailed, Superseded, WaitTimeout
 from ckptlib.stores.testing import write_plan
 
 
@@ -427,3 +430,28 @@ def test_a_job_that_raises_does_not_wait_and_its_writer_finishes(tmp_path: Path)
     plan.unlink()
     wait_until(lambda: steps(root) == [9])
     wait_until(lambda: slots(tmp_path) == [])
+
+
+def test_a_model_goes_with_its_checkpointer_before_garbage_is_collected(tmp_path: Path) -> None:
+    """A program that trains one model after the other had the memory of two: Python collects such garbage seldom, and
+    torch never when a device has no memory. What a store lacks was an error that kept the locals of all callers."""
+
+    def train(**options: object) -> weakref.ref[torch.nn.Module]:
+        model = torch.nn.Linear(9, 9)
+        with ckptlib.Checkpointer(tmp_path / "root", {"model": model}, every=1, arena=tmp_path, **options) as ckpt:
+            for _ in ckpt.loop(ckpt.restore().step, 2):
+                model.weight.data.add_(1)
+        return weakref.ref(model)
+
+    def look() -> weakref.ref[torch.nn.Module]:
+        model = torch.nn.Linear(9, 9)
+        with suppress(CheckpointNotFound):
+            ckptlib.load(tmp_path / "none", {"model": model})
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        left = [train(), train(peers=ckptlib.Peers(copies=0)), look()]
+        assert [model() is None for model in left] == [True] * 3
+    finally:
+        gc.enable()
