@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from helpers.registry import close_sessions
-from launch import fork_ranks, forked
+from helpers.verdicts import assert_passed, fork_cases
+from launch import forked
 from places import WORKERS
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -220,20 +221,14 @@ def test_planners_that_are_refused(tmp_path: Path) -> None:
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one launch of four ranks; a case that hangs is killed, and those before it have their verdicts."""
     directory = tmp_path_factory.mktemp("four")
-    try:
-        fork_ranks("dcp_storage.py", 4, directory, 150, timeout_s=150)
-    except AssertionError as error:
-        (directory / "output").write_text(str(error))
+    fork_cases("dcp_storage.py", 4, directory, 150)
     return directory
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", [case.__name__ for case in dcp_storage.CASES])
 def test_on_four_ranks(verdicts: Path, case: str) -> None:
-    for rank in range(4):
-        path = verdicts / f"{case}.rank{rank}"
-        verdict = path.read_text() if path.exists() else "hung:\n" + (verdicts / "output").read_text()
-        assert verdict == "ok", f"rank {rank}: {verdict}"
+    assert_passed(verdicts, case, 4)
 
 
 def test_a_rank_that_dies_leaves_nothing_listed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Starts a script of `workers.three_ranks`, and reads what its ranks say of each case."""
+"""Starts a script of `workers.three_ranks` or `workers.rank_cases`, and reads what its ranks say of each case."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from helpers.forkserver import context, start_server
-from launch import be_rank, environment
+from launch import be_rank, environment, fork_ranks
 from places import WORKERS
 from workers.three_ranks import NUM_RANKS
 
@@ -31,9 +31,27 @@ def run_ranks(script: str, directory: Path) -> None:
     (directory / "exits").write_text(" ".join(map(str, exits)))
 
 
-def assert_passed(directory: Path, case: str) -> None:
+def fork_cases(script: str, num_ranks: int, directory: Path, limit_s: int) -> None:
+    """All cases of `rank_cases` in one launch; one that hangs is killed, and those before it have their verdicts."""
+    try:
+        fork_ranks(script, num_ranks, directory, limit_s, timeout_s=limit_s)
+    except AssertionError as error:
+        (directory / "output").write_text(str(error))
+
+
+def assert_cases_pass(
+    script: str, num_ranks: int, directory: Path, num_cases: int, *names: str, limit_s: int = 150
+) -> None:
+    """Those of `rank_cases` that are named, or all, in one launch."""
+    fork_ranks(script, num_ranks, directory, limit_s, *names, timeout_s=limit_s)
+    verdicts = {path.name: path.read_text() for path in directory.glob("*.rank?")}
+    assert len(verdicts) == num_ranks * num_cases
+    assert {*verdicts.values()} == {"ok"}, verdicts
+
+
+def assert_passed(directory: Path, case: str, num_ranks: int = NUM_RANKS) -> None:
     """On all ranks; those that the case `killed` has killed are dead."""
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         if case == "killed" and rank > 0:
             assert (directory / "exits").read_text().split()[rank] == str(-signal.SIGKILL)
             continue

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.one_job import Job, steps
-from launch import fork_ranks
+from helpers.verdicts import assert_cases_pass
 from onerank import Holder, Root, bits, opened
 from torch import nn
 from typing_extensions import override
 
 import ckptlib
 from ckptlib.errors import StateMismatch
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    with opened(tmp_path_factory.mktemp("root")) as root:
-        yield root
 
 
 @pytest.fixture
@@ -215,10 +208,7 @@ def test_a_new_plain_value_does_not_keep_a_load_from_going_back(tmp_path: Path) 
 
 
 def test_ranks_raise_alike_and_rank_0_tells_of_all(tmp_path: Path) -> None:
-    fork_ranks("strictness.py", 2, tmp_path, 120, timeout_s=120)
-    verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
-    assert len(verdicts) == 4
-    assert {*verdicts.values()} == {"ok"}, verdicts
+    assert_cases_pass("strictness.py", 2, tmp_path, 2)
 
 
 class Counts(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import increments
 import pytest
+from helpers.verdicts import assert_passed
 from launch import fork_ranks
 from workers.peers_bench import MEMORY
 
@@ -18,17 +19,14 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("increments")
-    (directory / "log").write_text(fork_ranks("increments.py", 2, directory, timeout_s=LIMIT_S))
+    (directory / "output").write_text(fork_ranks("increments.py", 2, directory, timeout_s=LIMIT_S))
     return directory
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("case", [case.__name__ for case in increments.CASES])
 def test_case(verdicts: Path, case: str) -> None:
-    for rank in range(2):
-        path = verdicts / f"{case}.rank{rank}"
-        assert path.exists(), f"did not come to it:\n{(verdicts / 'log').read_text()[-5000:]}"
-        assert path.read_text() == "ok", path.read_text()
+    assert_passed(verdicts, case, 2)
 
 
 def coded(cluster: Any) -> list[list[int]]:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import fork_ranks
-from onerank import Holder, Root, opened, same, same_modules
+from helpers.verdicts import assert_cases_pass
+from onerank import Holder, Root, same, same_modules
 from places import DATA
 from torch import nn
 
 import ckptlib
 from ckptlib.reading.nested import nested
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Root]:
-    with opened(tmp_path) as made:
-        yield made
 
 
 def net() -> nn.Sequential:
@@ -151,10 +145,7 @@ def test_a_tensor_of_one_rank_where_another_has_a_value(tmp_path: Path) -> None:
         "test_an_optimizer_of_each_rank_with_a_list_of_tensors",
         "test_an_export_for_dcp_has_the_tensors_of_rank_0",
     )
-    fork_ranks("own_kinds.py", 2, tmp_path, 120, *cases, timeout_s=120)
-    verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
-    assert len(verdicts) == 2 * len(cases)
-    assert {*verdicts.values()} == {"ok"}, verdicts
+    assert_cases_pass("own_kinds.py", 2, tmp_path, len(cases), *cases)
 
 
 class Name(str):
