@@ -15,9 +15,10 @@ from functools import lru_cache
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
 from ckptlib.catalog.elapsed import Elapsed
+from ckptlib.catalog.history import newest_first, unfinished_from
 from ckptlib.catalog.late_commit import check_found, check_packs, stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
-from ckptlib.catalog.reading import each
+from ckptlib.catalog.reading import each, warm
 from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.uses import check_kept, times_of
@@ -345,15 +346,20 @@ def _raise_failure(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[
             raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
 
 
-def finish_saves(catalog: Catalog, generation: GenerationId) -> list[SaveId]:
+def finish_saves(catalog: Catalog, generation: GenerationId, to_go_on: bool = False) -> list[SaveId]:
     """Commits the saves of dead generations, older than `generation`, whose parts are all there.
 
-    A save that was persisted whole before a crash is not lost with the committer.
+    A save that was persisted whole before a crash is not lost with the committer. `to_go_on`: only those that the job
+    may go on from. The parts of other steps are not even listed: with those of dropped ones, there may be millions.
     """
-    committed = set(catalog.saves())
+    committed, since = set(catalog.saves()), 0
+    if to_go_on:
+        ids = catalog.generation_ids()
+        warm(catalog.generation, newest_first(ids, committed))
+        since = unfinished_from(committed, ids, catalog.generation)
     waiting = {
         name.save
-        for entry in catalog.store.scan(keys.PARTS)
+        for entry in catalog.store.scan(keys.PARTS, f"{keys.PARTS}{since:012d}")
         if (name := keys.parse_part_key(entry.key)) is not None and name.save not in committed
     }
     trashed = {keys.parse_trash_key(entry.key) for entry in catalog.store.scan(keys.TRASH)}

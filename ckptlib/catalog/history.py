@@ -89,6 +89,22 @@ def newest(
     return None if own is None or (origin is not None and origin.step >= own.step) else own
 
 
+def unfinished_from(
+    saves: Collection[SaveId], ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]
+) -> int:
+    """The first step of which a save that was left uncommitted may be the one to go on from; 0: that is not known.
+
+    That is the newest step; or one that a generation went on from which began later, and has committed nothing. `read`
+    may raise NewerFormat.
+    """
+    ids = [*ids]
+    found = newest(saves, ids, read)
+    if found is None:
+        return 0
+    origins = [read(one).resumed_from for one in ids if one > found.generation]
+    return min([found.step, *(0 if origin is None else origin.step for origin in origins)])
+
+
 def check_known(
     committed: Iterable[GenerationId],
     generations: Mapping[GenerationId, Generation],

@@ -120,7 +120,7 @@ def restore(
     laps.end("look")
     _await_orphans(session, newest_in_memory(session, inventory) if step is None else None)
     laps.end("wait")
-    _finish(session)
+    _finish(session, step)
     on_disks = _look_at_disks(session, step)
     skipped = Skipped()
     untried, in_part = Untried(session, inventory, on_disks, step), inventory.in_part()
@@ -134,7 +134,7 @@ def restore(
             skipped.add(candidate, error)
             if candidate.snapshot is not None:  # nobody waited for its writers, some of which may yet have it to commit
                 _await_orphans(session, untried.next)
-                _finish(session)
+                _finish(session, step)
                 on_disks = _look_at_disks(session, step)
             untried.look_again(on_disks)
             if session.group.rank == 0:
@@ -348,12 +348,15 @@ def _describe(session: Session, inventory: Inventory, candidate: Candidate) -> s
     return text + "".join(f", rank {m.receiver} gets that of rank {m.found.rank} from rank {m.sender}" for m in moves)
 
 
-def _finish(session: Session) -> None:
-    """Commits saves that are whole in the store and were not committed before their job died. Collective."""
+def _finish(session: Session, step: int | str | None) -> None:
+    """Commits saves that are whole in the store and were not committed before their job died. Collective.
+
+    `step`: that nothing but will do; None: the newest one."""
 
     def finish() -> None:
-        for save in finish_saves(session.catalog, session.generation) if session.group.rank == 0 else []:
-            log.warning("step %d was complete but not committed; committed it", save.step)
+        if session.group.rank == 0:
+            for save in finish_saves(session.catalog, session.generation, to_go_on=step is None):
+                log.warning("step %d was complete but not committed; committed it", save.step)
 
     together(session.group, "finishing saves", finish)
 

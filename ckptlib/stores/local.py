@@ -135,17 +135,20 @@ class LocalStore(Store):
             raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     def _walk(self, fd: int | None, directory: str, prefix: str, after: str) -> Iterator[Entry]:
-        """`fd`: of the directory; None where there are only paths. Files up to `after` cost no more than their names:
-        to ask for the size and time of each is a request of its own on a shared file system."""
+        """`fd`: of the directory; None where there are only paths. Files and directories up to `after` cost no more
+        than their names: to ask for the size and time of each, or to open it, is a request of its own on a shared file
+        system."""
         with os.scandir(os.path.join(self._root, directory) if fd is None else fd) as found:
             children = list(found)
         for child in children:
             key = directory + child.name
             is_dir = child.is_dir(follow_symlinks=False)
-            if not (is_dir or key > after) or not key.startswith(prefix) or not is_key(key):
+            inner = key + "/"
+            is_behind = inner > after or after.startswith(inner) if is_dir else key > after
+            if not is_behind or not key.startswith(prefix) or not is_key(key):
                 continue
             if is_dir:
-                yield from self._walk_inner(fd, child.name, key + "/", after)
+                yield from self._walk_inner(fd, child.name, inner, after)
             elif child.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since the directory was read
                     status = child.stat(follow_symlinks=False)

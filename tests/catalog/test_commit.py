@@ -390,6 +390,22 @@ def test_finish_commits_what_a_dead_generation_had_persisted_whole_and_nothing_e
     assert finish_saves(fresh, fresh.next_generation()) == []
 
 
+def test_finish_commits_all_that_a_job_may_go_on_from(store: Store, catalog: Catalog) -> None:
+    """The second job could not read step 30, went on from step 10, and died before its first commit."""
+    first = make_generation(catalog, 1)
+    origin = make_save(catalog, first, 10, state(10))
+    make_save(catalog, first, 30, state(30))
+    before, _ = put_parts(catalog, first, 5, state(5))
+    second = make_generation(catalog, 2, origin)
+    whole, _ = put_parts(catalog, second, 15, state(15))
+    assert finish_saves(Catalog(store), catalog.next_generation(), to_go_on=True) == [whole]
+    assert Catalog(store).resolve("latest") == whole
+    third = make_generation(catalog, 3, whole)
+    newer, _ = put_parts(catalog, third, 15, state(16))
+    assert finish_saves(Catalog(store), catalog.next_generation(), to_go_on=True) == [newer]
+    assert before not in Catalog(store).saves(), "a job goes on from the newest step"
+
+
 def test_finish_leaves_alone_what_was_superseded(catalog: Catalog) -> None:
     """Its step would lie behind the head of history, or before a generation that went another way."""
     put_parts(catalog, make_generation(catalog, 1), 20, state(20))

@@ -18,7 +18,7 @@ import ckptlib
 from benchmarks.counting import CountingStore, Requests
 from ckptlib.catalog import commit, retention
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each, in_order, warm
 from ckptlib.catalog.retention import sweep
@@ -76,6 +76,25 @@ def test_a_commit_costs_eight_requests_whatever_the_number_of_ranks(
         assert Catalog(store).is_committed(save)
         assert not Catalog(store).is_committed(SaveId(9, generation))
     assert known == [Requests(get=2)]
+
+
+def test_a_job_that_goes_on_lists_no_parts_of_earlier_steps() -> None:
+    """Those of dropped ones stay for a day: with a thousand ranks there are hundreds of thousands."""
+
+    def asked(num_earlier: int) -> Requests:
+        store = CountingStore(MemoryStore())
+        catalog = make_root(store)
+        generation = make_generation(catalog)
+        _, names = put_parts(catalog, generation, 1, state(1))
+        for number in range(num_earlier):
+            store.put(replace(names[0], save=SaveId(2 + number // 1000, generation), rank=number).key, b"")
+        make_save(catalog, generation, 1000, state(2))
+        whole, _ = put_parts(catalog, generation, 1001, state(3))
+        with store.counted() as found:
+            assert finish_saves(Catalog(store), catalog.next_generation(), to_go_on=True) == [whole]
+        return found[0]
+
+    assert asked(0) == asked(2500)
 
 
 def test_a_commit_costs_the_same_whatever_the_number_of_layouts(store: CountingStore, catalog: Catalog) -> None:

@@ -126,13 +126,13 @@ class Retention(RuleBasedStateMachine):
         """The step that the job goes on from."""
         self.put(0, loss, exempt)
 
-    @rule(loss=losses, exempt=st.booleans())
-    def crash_before_the_commit(self, loss: float | None, exempt: bool) -> None:
+    @rule(loss=losses, exempt=st.booleans(), to_go_on=st.booleans())
+    def crash_before_the_commit(self, loss: float | None, exempt: bool, to_go_on: bool) -> None:
         """The next job finishes it."""
         at, saved, told = self.next(1, loss, exempt)
         put_parts(self.catalog, self.generation, at[1], tensors(at), **told)
         next_one = GenerationId(len(self.model.origins) + 1, "0" * 8)
-        assert finish_saves(Catalog(self.store), next_one) == [named(at)]
+        assert finish_saves(Catalog(self.store), next_one, to_go_on) == [named(at)]
         self.note(at, saved)
         self.begin(self.model.visible()[-1])
 

@@ -118,6 +118,23 @@ def test_slices_of_a_large_buffer(files: Path, monkeypatch: pytest.MonkeyPatch) 
         assert store.get(key, PAGE_NBYTES) == bytes(body)
 
 
+def test_directories_before_the_first_key_are_not_opened(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a request of its own on a shared file system, and there is one for each step."""
+    store, opened, scandir = LocalStore(str(files)), list[int](), os.scandir
+    for name in ("parts/1-a/x", "parts/2-a/x", "parts/2-a/y", "parts/20/x", "parts/3/x"):
+        store.put(name, b"")
+    monkeypatch.setattr(os, "scandir", lambda where: opened.append(where) or scandir(where))
+    for after, expected, num in (
+        ("parts/2", ["parts/2-a/x", "parts/2-a/y", "parts/20/x", "parts/3/x"], 4),
+        ("parts/2-a/x", ["parts/2-a/y", "parts/20/x", "parts/3/x"], 4),
+        ("parts/2-a/", ["parts/2-a/x", "parts/2-a/y", "parts/20/x", "parts/3/x"], 4),
+        ("parts/3/x", [], 2),
+    ):
+        opened.clear()
+        assert [entry.key for entry in store.scan("parts/", after)] == expected
+        assert len(opened) == num
+
+
 def test_foreign_files_are_not_objects(files: Path) -> None:
     store = LocalStore(str(files))
     store.put("a/b", b"1")
