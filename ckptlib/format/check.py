@@ -10,6 +10,7 @@ costs one sum, however many ranks and sets there are.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def check_of(number: int, rank: int, digests: Mapping[tuple[int, ...], bytes]) -
     low = high = 0
     for ranks, digest in digests.items():
         place = ranks.index(rank)
-        what = number.to_bytes(4, "little") + b"".join(r.to_bytes(4, "little") for r in ranks) + digest
+        what = struct.pack(f"<I{len(ranks)}I", number, *ranks) + digest
         for at, sign in ((place, 1), ((place + 1) % len(ranks), -1)):
             mixed = xxhash.xxh3_128_intdigest(what, seed=at)
             low += sign * (mixed % 2**64 % MODULUS)

@@ -15,6 +15,7 @@ import enum
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -333,5 +334,10 @@ def _batches(widths: Sequence[int]) -> list[slice]:
 
 def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """Random numbers of 64 bits that all these ranks draw alike."""
-    key = xxhash.xxh3_64_intdigest(repr((what, ranks)).encode(), seed=number % 2**32)
+    key = xxhash.xxh3_64_intdigest(_in_words(what, ranks), seed=number % 2**32)
     return np.random.Philox(key=key).random_raw(count)
+
+
+@lru_cache(maxsize=64)  # of 16,384 ranks that takes 1 ms, for each draw of each save
+def _in_words(what: int, ranks: Ranks) -> bytes:
+    return repr((what, ranks)).encode()

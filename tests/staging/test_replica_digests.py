@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.stage import last_reading
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from ckptlib.devices import accelerator
 from ckptlib.format.check import alike
@@ -361,3 +362,27 @@ def test_what_was_let_go_is_compared_to_all_the_same() -> None:
     again = ReplicaDigests([Replica(BOTH, "frozen", frozen, False, Way.FROZEN)], first).begin(2, whole=False)
     again.finish(0)
     assert again.moved == {"frozen"}
+
+
+class Told(tuple[int, ...]):
+    """Ranks that know how often they were put into words."""
+
+    num = 0
+
+    @override
+    def __repr__(self) -> str:
+        Told.num += 1
+        return super().__repr__()
+
+
+def test_ranks_are_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of them, and the training waits while places are drawn, at each save."""
+    monkeypatch.setattr(Told, "num", 0)
+    replicas = [
+        Replica(Told((3, 4, 5)), name, torch.randn(size), late=False, way=Way.SAMPLED)
+        for name, size in (("large", LARGE), ("small", 1000))
+    ]
+    digests = ReplicaDigests(replicas)
+    for number in range(1, 5):
+        digests.begin(number, whole=False)
+    assert 0 < Told.num <= 2, "for large tensors and for small ones"
