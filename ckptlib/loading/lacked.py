@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Sequence
 
 from ckptlib.loading.targets import Targets
@@ -21,13 +22,15 @@ def lacked_anywhere(group: Group, wanted: Targets, generators: str) -> tuple[lis
     excused, values = wanted.excused(wanted.missing), mine & wanted.plain
     if not group.any(bool(mine or excused)):
         return [], [], []
-    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), excused, sorted(values)]).encode())]
+    # In a pipeline each of a thousand ranks lacks thousands of names, and those of a stage the same.
+    own_words = zlib.compress(json.dumps([sorted(mine), excused, sorted(values)]).encode(), 1)
+    told = [json.loads(zlib.decompress(data)) for data in {*group.gather(own_words)}]
     lacked = set.intersection(*({*names} for names, _, _ in told))
     untouched, own = (set().union(*(names[i] for names in told)) for i in (1, 2))
     own -= lacked
     if own:
         taken = group.gather(json.dumps(sorted(own & wanted.taken)).encode())
-        own -= set().union(*map(json.loads, taken))
+        own -= set().union(*map(json.loads, {*taken}))
     return sorted(lacked), sorted(untouched), sorted(own)
 
 
