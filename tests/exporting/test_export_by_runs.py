@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.one_job import Job, steps
+from helpers.one_job import WAIT_S, Job, steps
 from launch import Program
 from onerank import bits
 from places import WORKERS
@@ -112,6 +112,21 @@ def test_a_second_restore_forgets_what_was_due_by_the_first(tmp_path: Path) -> N
     export = ckptlib.Export(tmp_path / "{step}", only="model", steps=lambda step: step in (4, 6))
     told = run(Job(tmp_path / "root"), export, total=8, back_to=2)
     assert [event.step for event in told if isinstance(event, events.Exported)] == [4, 6, 8]
+
+
+def test_what_stays_on_local_disks_leaves_its_export_to_the_next_save_in_the_store(tmp_path: Path) -> None:
+    told: list[events.Event] = []
+    export = ckptlib.Export(tmp_path / "{step}.safetensors", only="model", steps=lambda step: step == 2)
+    job, local = Job(tmp_path / "root"), {"local": tmp_path / "disk", "drain": ckptlib.Steps(4)}
+    pendings = set[ckptlib.Pending]()
+    with job.checkpointer(every=2, **local, export=export, on_event=told.append) as ckpt:
+        for _ in ckpt.loop(0, 6):
+            pendings |= {ckpt.pending} if ckpt.pending is not None else set()
+            for pending in pendings:
+                pending.wait_local(WAIT_S)  # of an earlier one, too, when a later one has come there
+            job.body()
+    assert {(pending.step, pending.drains) for pending in pendings} == {(2, False), (4, True)}
+    assert [event.step for event in told if isinstance(event, events.Exported)] == [4, 6]
 
 
 def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
