@@ -29,7 +29,7 @@ from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.clock import CLOCK
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import drop_unkept, sweep
 from ckptlib.errors import ObjectUnreadable, StoreFull, Superseded
 from ckptlib.format import keys
@@ -176,6 +176,26 @@ def test_what_a_power_loss_brings_back_hurts_no_listed_step_and_goes_again() -> 
         assert left == [2, 2, 1, 0]
         nth += 1
     assert nth > 20
+
+
+def test_a_step_that_comes_to_be_there_as_its_old_record_is_seen_stays_whole() -> None:
+    """Its committer looks for the record behind the manifest, and the sweep for the manifest behind the record."""
+    catalog = make_root(MemoryStore())
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1))
+    save, names = put_parts(catalog, generation, 2, state(2))
+    catalog.store.put(save.trash_key, TrashRecord(save, "never committed").encode())
+    age(catalog.store, LATER_S)
+    document = Committer(catalog).manifest_of(save, names).encode()
+    actor = ActorStore(catalog.store)  # type: ignore[arg-type]
+
+    def commit(op: str, key: str) -> None:
+        if (op, key) == ("scan", keys.TRASH) and not catalog.is_committed(save):
+            catalog.store.put(save.manifest_key, document)
+
+    actor.before = commit
+    sweep(Catalog(actor), Keep(last=2), None)
+    assert listed_steps_are_whole(catalog.store) == [1, 2]
 
 
 # -- a job that comes to use what nothing named
