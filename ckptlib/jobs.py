@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from typing_extensions import ParamSpec
@@ -94,16 +94,7 @@ class JobFutures:
     def submit(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
         """In the order in which they are given."""
         future: Future[Result] = Future()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(call(*args, **kwargs))
-            except BaseException as error:  # whoever waits for the future is told of any
-                future.set_exception(error)
-
-        self._thread.put(job)
+        self._thread.put(partial(_fulfil, future, partial(call, *args, **kwargs)))
         return future
 
     def finish(self) -> None:
@@ -113,6 +104,16 @@ class JobFutures:
     def leave(self) -> None:
         """Waits for nothing: the thread ends behind its last job. None may be submitted after it."""
         self._thread.leave()
+
+
+def _fulfil(future: Future[Result], call: Callable[[], Result]) -> None:
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(call())
+    except BaseException as error:  # whoever waits for the future is told of any
+        future.set_exception(error)
+    finally:
+        del future  # else its error, whose trace has this frame, stays until garbage is collected
 
 
 def at_exit(job: Job) -> None:

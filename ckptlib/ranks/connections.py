@@ -150,6 +150,7 @@ def _in_time(
     except NotDone as error:
         raise AgreementFailed(f"{whom} has not answered within {limit_s:.0f} s") from error
     finally:
+        del result  # an error in it that has this frame in its trace would keep all callers' locals, such as a model
         asking.leave()
 
 

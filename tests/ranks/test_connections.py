@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ from places import WORKERS
 from workers.no_threads import NO_STACK
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.ranks.connections import connect, disconnect
+from ckptlib.ranks.connections import ask_store, connect, disconnect
 
 PATIENCE_S = 150
 
@@ -84,3 +87,26 @@ def test_a_meeting_whose_store_does_not_answer_or_is_gone(server: Server) -> Non
     """Who gives up is not counted by those who come, and ranks find each other again."""
     output = fork_ranks("silent_store.py", 2, server.port, server.process.pid, timeout_s=PATIENCE_S)
     assert sorted(line for line in output.splitlines() if line.endswith("done")) == ["rank 0 done", "rank 1 done"]
+
+
+def test_what_the_caller_had_goes_with_the_error_before_garbage_is_collected() -> None:
+    """A restart within the process that did not find its ranks kept the model of whoever tried it."""
+
+    class Model:
+        pass
+
+    def gone() -> None:
+        raise RuntimeError("connection refused")
+
+    def restart() -> weakref.ref[Model]:
+        model = Model()
+        with suppress(AgreementFailed):
+            ask_store(timedelta(seconds=PATIENCE_S), gone)
+            pytest.fail("nothing was raised")
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        assert restart()() is None
+    finally:
+        gc.enable()
