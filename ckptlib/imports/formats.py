@@ -50,13 +50,21 @@ def format_of(source: Path) -> Format:
             return known
     names = ", ".join(known.name for known in FORMATS)
     if source.is_dir():
-        inner = next((path for path in sorted(source.glob("*")) if path.is_file() and is_torch_file(path)), None)
+        inner = next(filter(_may_be_meant, sorted(source.glob("*"))), None)
         hint = "" if inner is None else f". If one of its files is meant, give that, such as {inner}"
         raise FormatError(f"{source}: this directory is of no format that can be imported ({names}){hint}")
     raise FormatError(
         f"{source}: this file is of no format that can be imported ({names}). If torch.load(..., weights_only=True) "
         "reads it, torch.save what that gives, and import the new file"
     )
+
+
+def _may_be_meant(path: Path) -> bool:
+    """Whether it is a file of torch.save; not where nobody may read it, which is nothing to fail for."""
+    try:
+        return path.is_file() and is_torch_file(path)
+    except OSError:
+        return False
 
 
 def _is_safetensors(source: Path) -> bool:

@@ -332,6 +332,7 @@ def test_a_source_of_no_known_format(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"hello")
     refuses(tmp_path / "x.bin", tmp_path / "root", "is of no format that can be imported")
     refuses(tmp_path / "gone.pt", tmp_path / "root", "does not exist")
+    (tmp_path / "cannot be read").symlink_to("/proc/self/mem")
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     refuses(tmp_path, tmp_path / "root", "is meant, give that, such as .*/pytorch_model.bin")
 
