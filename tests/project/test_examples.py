@@ -118,7 +118,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path, stop
     assert (place["epoch"], place["consumed"]) == (0, STEPS * BATCH)
 
 
-@pytest.mark.slow  # eight ranks and two torchruns that each import torch: restarts by it are in test_torchrun.py
 @pytest.mark.timeout(240)
 def test_demo() -> None:
     """It compares by itself; every difference makes it fail."""
