@@ -227,15 +227,15 @@ def test_no_rank_times_out_while_another_waits_for_writers_of_the_job_before() -
     def on_rank(group: Group) -> None:
         group.patience_s = 0.01
         meetings: list[list[int]] = []
-        start_max = group.start_max
+        start_sum = group.start_sum
 
         def counted(values: Sequence[int]) -> Callable[[], list[int]]:
             meetings.append([*values])
             if len(meetings) == 3:
                 met.set()
-            return start_max(values)
+            return start_sum(values)
 
-        group.start_max = counted  # type: ignore[method-assign]
+        group.start_sum = counted  # type: ignore[method-assign]
 
         def under_way(after: SaveId | None) -> list[Path]:
             if group.rank == 1:
