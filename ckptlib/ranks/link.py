@@ -107,12 +107,14 @@ class Link:
     def ask(self, peer: int, request: memoryview, answer: Sequence[memoryview], tag: int) -> None:
         """Sends a request to the peer that waits in `recv_request`, and fills the buffers with its answer.
 
-        The last buffer is small: this end waits for that one, see _DATA. The rest has CHUNK_BYTES at most. One at a
+        The last buffer is small: this end waits for that one, see _DATA; nor does gloo tell who waits for a message to
+        be sent that stands behind another one when the connection closes. The rest has CHUNK_BYTES at most. One at a
         time with each tag. Raises AgreementFailed, with anything in the buffers.
         """
         with self._reaching(peer, "asking"):
             coming = [self._gloo.recv([_tensor(buffer)], peer, 4 * tag + _DATA) for buffer in answer]
-            self._wait(self._gloo.send([_tensor(request)], peer, _REQUEST), *reversed(coming))
+            sent = self._gloo.send([_tensor(request)], peer, _REQUEST)
+            self._wait(*reversed(coming), sent)
 
     def begin_request(self, peer: int, request: memoryview) -> Callable[[], None]:
         """Sends one that is not answered. Returns a function that waits until the peer has it, as `begin_send` does."""
@@ -136,8 +138,9 @@ class Link:
         return int(work._source_rank())
 
     def cut(self) -> None:
-        """Closes the connections to all peers. Whoever waits for a message, at either end, raises AgreementFailed; but
-        who waits for a request waits on. From any thread."""
+        """Closes the connections to all peers. Whoever waits for the answer to a request, at either end, raises
+        AgreementFailed; but who waits for a request waits on, and who answers one may wait for the time-out. From any
+        thread."""
         self.broken = True
         with suppress(RuntimeError):  # a time-out: the one way to it that each torch has
             self._gloo.recv_anysource([_byte()], _NOTHING).wait(timedelta(milliseconds=1))

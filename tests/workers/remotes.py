@@ -41,7 +41,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.loading import own_values
 from ckptlib.loading.reader import Reader
 from ckptlib.pages import PAGE_BYTES
-from ckptlib.ranks.link import Link
+from ckptlib.ranks.link import CHUNK_BYTES, Link
 from ckptlib.ranks.meeting import group_of
 from ckptlib.ranks.together import together
 from ckptlib.reading.reader import Want
@@ -454,6 +454,38 @@ def leaves_alone(directory: Path) -> None:
         exchange.close(together=False)
 
 
+def behind_bodies(directory: Path) -> None:
+    """Rank 1's request stands behind what it sends to rank 0 when the connection closes: gloo does not tell who waits
+    until it is sent."""
+    asking = threading.Event()
+
+    class Tells(Link):
+        def _wait(self, *works: dist.Work) -> None:
+            asking.set()
+            super()._wait(*works)
+
+    link, body, ready = Tells(world(), PATIENCE), memoryview(bytearray(CHUNK_BYTES)), memoryview(bytearray(1))
+    if rank() == 0:
+        for _ in range(16):
+            link.begin_recv(1, body, 0)
+        link.recv(1, ready, 1)
+        time.sleep(0.05)  # until bodies are on their way
+        threading.Thread(target=link.recv_request, args=(memoryview(bytearray(8)),), daemon=True).start()
+    if rank() == 1:
+        with ThreadPoolExecutor(1) as executor:
+            asked = executor.submit(link.ask, 0, memoryview(bytearray(8)), [memoryview(bytearray(8))], 2)
+            assert asking.wait(60)
+            link.send(0, ready, 1)
+            for _ in range(16):
+                link.begin_send(0, body, 0)
+            time.sleep(0.2)
+            began = time.monotonic()
+            link.cut()
+            assert isinstance(asked.exception(), AgreementFailed)
+            assert time.monotonic() - began < PATIENCE.total_seconds() / 2
+    dist.barrier()
+
+
 def values_for_a_warning_alone(directory: Path) -> None:
     """Those of the last rank are compared with rank 0's where they are on its host, and sent from no other."""
     tensors = {"w": np.arange(24, dtype=np.int64)}
@@ -555,6 +587,7 @@ CASES = [
     values_for_a_warning_alone,
     disk_that_hangs,  # whose threads are left
     leaves_alone,
+    behind_bodies,  # a thread of which is left
     killed,
 ]
 
