@@ -47,7 +47,7 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
         cls = getattr(errors, name, AgreementFailed)
         raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
     finally:
-        del own  # whose trace has this frame, and those of all callers, with a model in their locals
+        del own, call  # whose trace has this frame, and those of all callers, with a model in their locals
 
 
 def by_rank_0(group: Group, what: str, call: Callable[[], bytes]) -> bytes:
@@ -75,20 +75,23 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
     told_s = TOLD_AFTER_S
     with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
         work = executor.submit(call)
-        while True:
-            ended = bool(wait([work], group.patience_s).done)
-            lost = ended and isinstance(work.exception(), AgreementFailed)
-            left, num_lost = group.start_sum([int(not ended), int(lost)])()
-            if not left:
-                return together(group, what, work.result)
-            if num_lost:  # nobody raises another error: callers would go on together, without those that are left
-                together(group, what, work.result if lost else lambda: None)
-            now = time.monotonic()
-            if 2 * left > group.size:
-                most_done = now
-            elif not ended and now - most_done > told_s:
-                mine, done = group.global_rank(group.rank), group.size - left
-                log.warning(
-                    "%s: rank %d is still at it after %.0f s; %d ranks have done it", what, mine, now - began, done
-                )
-                told_s *= 2
+        try:
+            while True:
+                ended = bool(wait([work], group.patience_s).done)
+                lost = ended and isinstance(work.exception(), AgreementFailed)
+                left, num_lost = group.start_sum([int(not ended), int(lost)])()
+                if not left:
+                    return together(group, what, work.result)
+                if num_lost:  # nobody raises another error: callers would go on together, without those that are left
+                    together(group, what, work.result if lost else lambda: None)
+                now = time.monotonic()
+                if 2 * left > group.size:
+                    most_done = now
+                elif not ended and now - most_done > told_s:
+                    mine, done = group.global_rank(group.rank), group.size - left
+                    log.warning(
+                        "%s: rank %d is still at it after %.0f s; %d ranks have done it", what, mine, now - began, done
+                    )
+                    told_s *= 2
+        finally:
+            del work  # as `together` lets go of its error

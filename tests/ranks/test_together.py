@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import logging
 import pkgutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -218,6 +220,32 @@ def test_no_rank_is_waited_for_at_length_where_another_has_lost_one() -> None:
     told = run_ranks(4, on_rank)
     others = "reading failed on 1 of 4 ranks; on rank 1: rank 2 did not answer"
     assert told == [others, "rank 2 did not answer", others, others]
+
+
+class Model:
+    """In the locals of whoever catches an error."""
+
+
+@pytest.mark.parametrize("how", [together, together_at_length])
+def test_what_the_caller_had_goes_with_the_error_before_garbage_is_collected(
+    how: Callable[[Group, str, Callable[[], None]], None],
+) -> None:
+    """Who makes a new model and tries again would have the memory of two."""
+
+    def fail() -> None:
+        raise CorruptData("w: bad")
+
+    def attempt(group: Group) -> weakref.ref[Model]:
+        model = Model()
+        with pytest.raises(CorruptData):
+            how(group, "reading", fail if group.rank == 0 else lambda: None)
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        assert run_ranks(2, lambda group: attempt(group)()) == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_together_returns_each_ranks_own() -> None:
