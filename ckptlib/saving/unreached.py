@@ -22,15 +22,18 @@ def warn_of_unreached(group: Group, rules: CodecRules, layout: Layout, step: int
         pattern = rules.decides(tensor.name, tensor.dtype)
         if pattern is not None:
             mine.add(pattern)
-    anywhere = set[str]().union(*(json.loads(data) for data in group.gather(json.dumps(sorted(mine)).encode())))
-    if group.rank != 0 or not layout.tensors:  # an import of plain values alone: no name is misspelt
+    most = 4 if group.rank == 0 else 1
+    names = [tensor.name for tensor in layout.tensors[:: max(1, len(layout.tensors) // most)][:most]]
+    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), names]).encode())]
+    anywhere = {pattern for patterns, _ in told for pattern in patterns}
+    names = next((some for _, some in told if some), [])
+    if group.rank != 0 or not names:  # an import of plain values alone: no name is misspelt
         return
     for pattern, value in rules.rules:
         if pattern not in anywhere:
             log.warning(
                 "codec={%r: %r} decides for no tensor of step %d: %s. Tensors are called %s; see ckptlib show",
-                *(pattern, value, step, _WHY[isinstance(value, Lossy)]),
-                ", ".join(tensor.name for tensor in layout.tensors[:: max(1, len(layout.tensors) // 4)][:4]),
+                *(pattern, value, step, _WHY[isinstance(value, Lossy)], ", ".join(names)),
             )
 
 

@@ -84,3 +84,11 @@ def test_nothing_is_said_where_there_is_no_tensor(caplog: pytest.LogCaptureFixtu
     """As of an import of plain values."""
     run_ranks(1, lambda group: warn_of_unreached(group, CodecRules.of("auto"), Layout(1, ()), 7))
     assert warned(caplog) == []
+
+
+def test_rank_0_tells_of_what_other_ranks_alone_have(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = TensorEntry("model/w", "float32", (4,), OwnPerRank())
+    layouts, rules = [Layout(2, ()), Layout(2, (tensors,))], CodecRules.of({"modle": "planes"})
+    run_ranks(2, lambda group: warn_of_unreached(group, rules, layouts[group.rank], 7))
+    (text,) = warned(caplog)
+    assert "Tensors are called model/w;" in text
