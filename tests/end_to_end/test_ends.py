@@ -452,6 +452,6 @@ def test_a_model_goes_with_its_checkpointer_before_garbage_is_collected(tmp_path
     gc.disable()
     try:
         left = [train(), train(peers=ckptlib.Peers(copies=0)), look()]
-        assert [model() is None for model in left] == [True] * 3
+        wait_until(lambda: [model() for model in left] == [None] * 3)  # a thread may be about to let go of an error
     finally:
         gc.enable()
