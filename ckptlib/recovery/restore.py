@@ -246,6 +246,8 @@ def _restore_from(
         except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
             if session.group.rank == 0:
                 log.warning("retrying step %s once: %s", candidate.save, error)
+            if candidate.local is None:
+                _check_store(session)
             return load_from(session, candidate, load)
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
