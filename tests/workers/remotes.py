@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -465,9 +465,9 @@ def behind_bodies(directory: Path) -> None:
             super()._wait(*works)
 
     link, body, ready = Tells(world(), PATIENCE), memoryview(bytearray(CHUNK_BYTES)), memoryview(bytearray(1))
+    bodies = list[Callable[[], None]]()
     if rank() == 0:
-        for _ in range(16):
-            link.begin_recv(1, body, 0)
+        bodies += [link.begin_recv(1, body, 0) for _ in range(16)]
         link.recv(1, ready, 1)
         time.sleep(0.05)  # until bodies are on their way
         threading.Thread(target=link.recv_request, args=(memoryview(bytearray(8)),), daemon=True).start()
@@ -476,14 +476,14 @@ def behind_bodies(directory: Path) -> None:
             asked = executor.submit(link.ask, 0, memoryview(bytearray(8)), [memoryview(bytearray(8))], 2)
             assert asking.wait(60)
             link.send(0, ready, 1)
-            for _ in range(16):
-                link.begin_send(0, body, 0)
+            bodies += [link.begin_send(0, body, 0) for _ in range(16)]
             time.sleep(0.2)
             began = time.monotonic()
             link.cut()
             assert isinstance(asked.exception(), AgreementFailed)
             assert time.monotonic() - began < PATIENCE.total_seconds() / 2
     dist.barrier()
+    bodies.clear()  # gloo uses them until here
 
 
 def values_for_a_warning_alone(directory: Path) -> None:
