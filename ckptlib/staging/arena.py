@@ -92,12 +92,13 @@ class Arena:
         """Makes one slot more than needed, in the background: nobody waits for it, and without room there is none. It
         is tried again when there is: behind a restart, the slots of the job before are there still."""
         capacity = max((slot.capacity for slot in self._slots), default=0)
+        level = logging.WARNING if self._growing is None else logging.INFO  # a quota is met at each try, unseen
 
         def make() -> None:
             try:
                 self._slots.append(self._make(capacity, must=False))
             except NoRoom as error:
-                log.warning("%s; memory keeps fewer snapshots while one is being written to the store", error)
+                log.log(level, "%s; memory keeps fewer snapshots while one is being written to the store", error)
 
         if not self._slots or len(self._slots) > self._num_slots:
             return
