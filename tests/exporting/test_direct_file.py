@@ -91,7 +91,8 @@ def test_an_error_is_told_at_the_latest_at_the_end(tmp_path: Path, monkeypatch: 
                 with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
                     file.write(mmap.mmap(-1, 2 * BUFFER_BYTES))
             else:
-                file.write(bytes(2 * BUFFER_BYTES))  # begins on no page, so it is copied
+                with memoryview(mmap.mmap(-1, 3 * BUFFER_BYTES)) as view:
+                    file.write(view[1 : 1 + 2 * BUFFER_BYTES])  # begins on no page, so it is copied
             with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
                 file.finish()
     finally:
