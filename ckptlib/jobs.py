@@ -94,7 +94,7 @@ class JobFutures:
     def submit(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
         """In the order in which they are given."""
         future: Future[Result] = Future()
-        self._thread.put(partial(_fulfil, future, partial(call, *args, **kwargs)))
+        self._thread.put(partial(fulfil, future, partial(call, *args, **kwargs)))
         return future
 
     def finish(self) -> None:
@@ -106,7 +106,8 @@ class JobFutures:
         self._thread.leave()
 
 
-def _fulfil(future: Future[Result], call: Callable[[], Result]) -> None:
+def fulfil(future: Future[Result], call: Callable[[], Result]) -> None:
+    """Gives the future what `call` returns or raises, unless it was cancelled."""
     try:
         if future.set_running_or_notify_cancel():
             future.set_result(call())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ckptlib.errors import StoreError
+from ckptlib.jobs import fulfil
 
 T = TypeVar("T")
 
@@ -21,20 +22,11 @@ def in_thread(call: Callable[[], T], limit_s: float) -> T:
     StoreError where it was not begun, since the system has no thread for it."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     try:
-        threading.Thread(target=_run, args=(call, outcome), name="ckptlib-bounded", daemon=True).start()
+        threading.Thread(target=fulfil, args=(outcome, call), name="ckptlib-bounded", daemon=True).start()
     except RuntimeError as error:
         raise StoreError(f"the store was not asked: {error}. See ulimit -u, and pids.max of the cgroup") from error
     try:
         return _result(outcome, limit_s)
-    finally:
-        del outcome
-
-
-def _run(call: Callable[[], T], outcome: concurrent.futures.Future[T]) -> None:
-    try:
-        outcome.set_result(call())
-    except BaseException as error:
-        outcome.set_exception(error)
     finally:
         del outcome
 

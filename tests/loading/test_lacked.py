@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from helpers.alike_ranks import AlikeRanks
 from helpers.calls import num_calls
 from rankthreads import run_ranks
-from typing_extensions import override
 
 from ckptlib.loading.lacked import lacked_anywhere
 from ckptlib.loading.targets import Targets
-from ckptlib.ranks.group import Group, SoloGroup
+from ckptlib.ranks.group import Group
 
 
 def wanted(unexpected: list[str], missing: list[str], plain: set[str], taken: set[str]) -> Targets:
@@ -32,22 +32,8 @@ def test_ranks_of_a_pipeline_lack_together_what_no_stage_has() -> None:
     assert run_ranks(4, on_rank) == [(["old"], ["new"], [])] * 4
 
 
-class ManyRanks(SoloGroup):
-    """They all say the same."""
-
-    size = 1000
-
-    @override
-    def any(self, value: bool) -> bool:
-        return value
-
-    @override
-    def gather(self, data: bytes) -> list[bytes]:
-        return [bytes(bytearray(data)) for _ in range(self.size)]
-
-
 def test_what_ranks_of_a_stage_say_alike_is_read_once() -> None:
     names = [f"layers.{i}" for i in range(10)]
-    group, theirs = ManyRanks(), wanted(names, [], set(), set())
+    group, theirs = AlikeRanks(), wanted(names, [], set(), set())
     assert lacked_anywhere(group, theirs, "rng/") == (names, [], [])
     assert num_calls(lambda: lacked_anywhere(group, theirs, "rng/")) < group.size

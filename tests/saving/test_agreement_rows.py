@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.alike_ranks import AlikeRanks
 from helpers.calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rankthreads import run_ranks
-from typing_extensions import override
 
 from ckptlib import UnsupportedState
 from ckptlib.format.box import Box
@@ -149,22 +149,8 @@ def test_what_ranks_say_alike_takes_memory_once() -> None:
         assert {id(holding.mesh) for holding in found.holdings.values()} == {id(found.holdings["a"].mesh)}  # type: ignore[union-attr]
 
 
-class ManyRanks(SoloGroup):
-    """All of them say the same."""
-
-    size = 2000
-
-    @override
-    def same(self, data: bytes) -> bool:
-        return True
-
-    @override
-    def global_rank(self, rank: int) -> int:
-        return rank
-
-
 def test_what_thousands_of_ranks_say_alike_is_looked_at_once() -> None:
-    group, ranks = ManyRanks(), tuple(range(ManyRanks.size))
+    group, ranks = AlikeRanks(), tuple(range(AlikeRanks.size))
     leaves = [placed(f"w{i}", 0, ranks, (2000,)) for i in range(50)]
     leaves += [plain(f"p{i}", torch.ones(2), owned=True) for i in range(50)]
     rows = rows_of(leaves, group)
