@@ -120,7 +120,8 @@ def restore(
     laps.end("look")
     _await_orphans(session, newest_in_memory(session, inventory) if step is None else None)
     laps.end("wait")
-    _finish(session, step)
+    finished_all = step is not None
+    _finish(session, finished_all)
     on_disks = _look_at_disks(session, step)
     skipped = Skipped()
     untried, in_part = Untried(session, inventory, on_disks, step), inventory.in_part()
@@ -134,8 +135,11 @@ def restore(
             skipped.add(candidate, error)
             if candidate.snapshot is not None:  # nobody waited for its writers, some of which may yet have it to commit
                 _await_orphans(session, untried.next)
-                _finish(session, step)
+                _finish(session, finished_all)
                 on_disks = _look_at_disks(session, step)
+            elif candidate.local is None and not finished_all:  # the step before it may be one that nobody committed
+                finished_all = True
+                _finish(session, finished_all)
             untried.look_again(on_disks)
             if session.group.rank == 0:
                 log.error(
@@ -348,14 +352,13 @@ def _describe(session: Session, inventory: Inventory, candidate: Candidate) -> s
     return text + "".join(f", rank {m.receiver} gets that of rank {m.found.rank} from rank {m.sender}" for m in moves)
 
 
-def _finish(session: Session, step: int | str | None) -> None:
-    """Commits saves that are whole in the store and were not committed before their job died. Collective.
-
-    `step`: that nothing but will do; None: the newest one."""
+def _finish(session: Session, every: bool) -> None:
+    """Commits saves that are whole in the store and were not committed before their job died: every one, or those from
+    the newest step on. Collective."""
 
     def finish() -> None:
         if session.group.rank == 0:
-            for save in finish_saves(session.catalog, session.generation, to_go_on=step is None):
+            for save in finish_saves(session.catalog, session.generation, to_go_on=not every):
                 log.warning("step %d was complete but not committed; committed it", save.step)
 
     together(session.group, "finishing saves", finish)

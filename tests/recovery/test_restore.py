@@ -437,6 +437,22 @@ def test_what_no_step_has_stays_as_it_is_behind_a_damaged_one(tmp_path: Path) ->
     assert [save.step for save in visible] == [1, 3], "what follows goes on from what was restored"
 
 
+def test_a_whole_save_before_a_damaged_step_is_committed_and_restored(tmp_path: Path) -> None:
+    """Its commit had failed, and steps before the newest one are not looked at for such."""
+    for step in (1, 2, 3, 4):
+        ckptlib.save(tmp_path, {"w": torch.full((300_000,), float(step))}, step)
+    for step in (2, 3):
+        (manifest,) = tmp_path.glob(f"steps/{step:012d}-*")
+        manifest.unlink()
+    for step in (3, 4):
+        flip_in_pack(tmp_path, step)
+    state = {"w": torch.zeros(300_000)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        report = ckpt.restore()
+    assert (report.step, len(report.skipped)) == (2, 2)
+    assert torch.equal(state["w"], torch.full((300_000,), 2.0))
+
+
 def test_a_generator_that_the_step_before_lacks_is_as_it_was_behind_a_damaged_one(tmp_path: Path) -> None:
     """Its state was read into new memory, and never given to it: that is no reason to refuse the step."""
     size = 300_000
