@@ -217,7 +217,8 @@ class Store(ABC):
         hold whole pages take the fast way. An error that the iterator raises is raised on, and nothing is published.
 
         Raises ObjectExists where the key is taken and the store tells; one that can tell, but does so only when asked
-        to, is asked where `create` says so. Raises FormatError where what is there is no object.
+        to, is asked where `create` says so. Raises FormatError where what is there is no object. After any other error
+        the object may be there, but for StoreFull of a file system.
         """
 
     @abstractmethod

@@ -91,7 +91,8 @@ class LocalUpload:
     def commit(self, head: memoryview) -> None:
         """Puts `head`, of exactly the size announced, before the body, and publishes the file.
 
-        Raises ObjectExists, FormatError, StoreFull, StoreError.
+        Raises ObjectExists, FormatError, StoreFull, StoreError. Where the directories cannot be flushed, the object has
+        its name all the same: others may have seen it, flushed it, and told that it is saved.
         """
         try:
             _write_all(self._fd, head, 0)
@@ -99,11 +100,15 @@ class LocalUpload:
             _publish(self._root, self._temp, self._key, os.fstat(self._fd))
             with contextlib.suppress(OSError):
                 os.utime(self._fd)  # by its time a committer tells when it came, and a flush may hang for long
-            _sync_up_or_withdraw(self._root, self._key)
         except OSError as error:
             raise failure(error, "publish", self._path, self._end) from error
         finally:
             self.abort()
+        try:
+            sync_up(self._root, self._key.split("/")[:-1])
+        except (OSError, StoreError) as error:
+            cause = failure(error, "flush", self._path) if isinstance(error, OSError) else error
+            raise StoreError(f"{cause}. The object is there, but a power loss may take it") from error
 
     def abort(self) -> None:
         """Drops the written bytes. Does nothing after a commit."""
@@ -211,18 +216,6 @@ def _taken(fd: int, name: str, path: str) -> CkptError:
     if kind is not None:
         return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
     return taken(path)
-
-
-def _sync_up_or_withdraw(root: str, key: str) -> None:
-    """Makes the name of a published file durable. A name that is not is taken back: else the next try would find it,
-    or a listing would, and take it for an object that a power loss cannot remove."""
-    *names, name = key.split("/")
-    try:
-        sync_up(root, names)
-    except (OSError, StoreError):
-        with contextlib.suppress(OSError, StoreError), tree.directory(root, names) as fd:
-            os.unlink(name, dir_fd=fd)
-        raise
 
 
 def sync_up(root: str, names: Sequence[str]) -> None:

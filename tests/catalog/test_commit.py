@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ckptlib.errors import (
     ObjectNotFound,
     ReplicasDiffer,
     SaveFailed,
-    StoreFull,
+    StoreError,
     Superseded,
 )
 from ckptlib.format import keys
@@ -108,27 +109,58 @@ def test_a_manifest_that_another_one_has_put_is_durable_before_it_counts(
     assert f"{tmp_path}/steps" in flushed
 
 
-def test_what_another_one_has_put_may_be_there_where_its_directory_cannot_be_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("full", "by", "is_there"), [("/.tmp/", "own", False), ("/steps", "own", True), ("/steps", "other", True)]
+)
+def test_a_manifest_may_be_there_where_its_directory_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, by: str, is_there: bool
 ) -> None:
-    """A full disk refuses a put of its own, and then nothing is there."""
+    """A full disk that refuses the file itself has nothing."""
     catalog, fsync = make_root(LocalStore(str(tmp_path))), os.fsync
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10))
-    for is_there in (False, True):
+    if by == "other":
+        Committer(catalog).commit(save, names)
 
-        def full(fd: int) -> None:
-            if os.readlink(f"/proc/self/fd/{fd}") == f"{tmp_path}/steps":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fsync(fd)
+    def refuse(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{tmp_path}{full}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
 
-        if is_there:
-            Committer(catalog).commit(save, names)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", full)
-            committer = Committer(Catalog(catalog.store))
-            with pytest.raises(StoreFull):
-                committer.commit(save, names)
-        assert (catalog.is_committed(save), committer.may_have_put(save)) == (is_there, is_there)
+    committer = Committer(Catalog(catalog.store))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        with pytest.raises(StoreError, match="No space left"):
+            committer.commit(save, names)
+    assert (catalog.is_committed(save), committer.may_have_put(save)) == (is_there, is_there)
+
+
+@pytest.mark.parametrize("where", ["parts", "steps"])
+def test_a_step_that_another_one_has_told_of_stays_whole_where_a_name_in_it_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As where a server fails one host alone. `where`: who puts a part fails, and another one has committed the step
+    by then; or a second committer has told that it is saved."""
+    catalog, fsync = make_root(LocalStore(str(tmp_path))), os.fsync
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+
+    def told_by_another(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{tmp_path}/{where}"):
+            monkeypatch.setattr(os, "fsync", fsync)
+            find_it(Catalog(catalog.store), save, names)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    committer, last = Committer(catalog), names[-1].key
+    action: Callable[[], object] = partial(committer.commit, save, names)
+    if where == "parts":
+        action = partial(catalog.store.put, last, catalog.store.get(last))
+        catalog.store.delete(last)
+    monkeypatch.setattr(os, "fsync", told_by_another)
+    with pytest.raises(StoreError, match=r"cannot flush: .*\(errno 5\)\. The object is there, but"):
+        action()
+    assert catalog.saves() == [save]
+    assert sorted(read_save(catalog.store, save)) == sorted(state(10))
+    assert committer.commit_when_whole(save, 2, seconds(60)).save == save
 
 
 def test_the_size_of_a_step_is_known_where_the_names_of_parts_do_not_tell_it(store: Store, catalog: Catalog) -> None:
