@@ -92,5 +92,5 @@ def is_refresh_done(refresh: SaveId, stock: Stock, needed: Needed | None) -> boo
 
 def idle_pins(stock: Stock, oldest: float) -> list[str]:
     """Pins of which nothing is left to keep. Not of a step whose manifest alone is missing: it may be put back."""
-    left = stock.committed | stock.objects.keys() | stock.records.keys()
+    left = stock.committed | stock.objects.keys()
     return [e.key for save, entries in stock.pins.items() if save not in left for e in entries if e.modified < oldest]

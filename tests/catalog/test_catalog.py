@@ -213,6 +213,17 @@ def test_a_newer_generation_supersedes(catalog: Catalog) -> None:
         catalog.check_head(old)
 
 
+def test_a_save_of_before_is_orphaned_where_another_process_sweeps(catalog: Catalog) -> None:
+    """Not where the newer job is the one that commits it, as from a local disk: that one knows of it, and spares it."""
+    save = SaveId(1, make_generation(catalog, 1))
+    assert not check_may_commit(catalog, save)
+    newest = Generation(GenerationId(2, "00000002"), 1, save, 0.0, {}, "here")
+    catalog.put_generation(newest)
+    assert check_may_commit(catalog, save)
+    catalog.shared.own_record = newest
+    assert not check_may_commit(catalog, save)
+
+
 @pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_generation_that_began_in_another_root_changes_nothing(

@@ -362,6 +362,7 @@ def test_a_live_job_goes_on_where_a_manifest_cannot_be_read(
     """It saves, and drops steps; what is dropped keeps its packs until the manifest can be read or is gone."""
     generation, saves = with_a_torn_manifest(store, catalog)
     make_save(catalog, generation, 3, state(3))
+    store.put(saves[0].refresh_key, b"asked for: that it was done cannot be told either")
     before = all_keys(store)
     found = sweep(Catalog(store), Keep(last=1), generation)
     assert saves[1].manifest_key in caplog.text

@@ -226,6 +226,21 @@ def test_going_back_to_a_step_that_is_gone_changes_nothing(store: Store, catalog
     assert Catalog(store).visible() == saves[2:]
 
 
+def test_a_step_that_went_while_the_machine_slept_is_no_place_to_go_back_to(store: Store, catalog: Catalog) -> None:
+    """Its trash record is gone as well when the record of the generation comes."""
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]
+
+    def asleep() -> None:
+        for _ in range(2):
+            sweep(Catalog(store), Keep(last=1), generation)
+            age(store, 90000.0)
+        put_rewind(catalog, 2, saves[1])
+
+    with pytest.raises(CheckpointNotFound, match="goes back to step 1, but retention dropped that"):
+        enter_to_go_back(catalog, saves[1], asleep)
+
+
 def test_going_back_to_a_step_whose_sweep_died_leaves_it_in_doubt(store: Store, catalog: Catalog) -> None:
     generation = make_generation(catalog)
     saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]

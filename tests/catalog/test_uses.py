@@ -282,6 +282,18 @@ def test_what_a_step_uses_that_was_dropped_lately_stays_for_its_readers(job: Sma
     assert not job.keys(first.packs_prefix)
 
 
+def test_the_record_of_a_dropped_step_stays_as_long_as_any_of_its_packs(job: SmallJob) -> None:
+    """It tells whoever looks why they are there; without it they would look like the remains of a crash."""
+    first, second = saves(job)
+    job.sweep(KEEP)
+    job.advance(GRACE_S + HOUR_S)
+    for _ in range(2):
+        assert sweep(catalog_of(job), KEEP, None).condemned == ()
+        assert job.keys(first.packs_prefix)
+        assert catalog_of(job).trash_record(first).reason == DROPPED
+    assert job.found_listed() == {second}
+
+
 def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob) -> None:
     first, second = saves(job)
     listed = catalog_of(job).saves()
