@@ -157,8 +157,10 @@ def _put_pack(
             yield piece
 
     advance(first)
-    with suppress(ObjectExists):  # by another copy of the same step; what is there is checked
+    try:
         target.put(key, head, Counted(nbytes - first, pieces()))
+    except ObjectExists:  # by another copy of the same step, which may be flushing it still; what is there is checked
+        target.flush(key[: key.rfind("/") + 1])
 
 
 def copy_layouts(source: Catalog, target: Catalog, step: StepObjects) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.flushed import ForgetfulDisk, Killed
+from helpers.flushed import ForgetfulDisk, Killed, note_flushes
 from helpers.overwriting import OverwritingStore
 from support import listed_steps_are_whole, make_generation, make_root, make_save, put_parts, state
 from typing_extensions import Self, override
@@ -186,6 +186,25 @@ def test_a_copy_that_was_killed_between_a_name_and_its_flush_survives_a_power_lo
             power.lose_power()
         assert listed_steps_are_whole(target.store) == [1]
     assert moment > 7
+
+
+def test_a_pack_that_another_copy_puts_meanwhile_survives_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make_root(MemoryStore()), Catalog(LocalStore(str(tmp_path)))
+    save = make_save(source, make_generation(source, 3), 1, state(1))
+    step, get, flushed = step_objects(source, save), source.store.get, note_flushes(monkeypatch)
+    copying.open_copy(source, target, step, copying.lineage_of(source, save)[0])
+
+    def is_faster(key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        if offset == 0:
+            target.store.put(key, get(key))
+            flushed.clear()  # as if the other copy had not come so far
+        return get(key, offset, nbytes)
+
+    monkeypatch.setattr(source.store, "get", is_faster)
+    copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    assert f"{tmp_path}/packs/{save}" in flushed
 
 
 def test_a_step_of_that_name_that_is_another_one_is_no_copy() -> None:
