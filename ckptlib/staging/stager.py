@@ -173,8 +173,8 @@ class Stager:
         self._scratch = Scratch()
         self._random = np.random.default_rng(0xC0FFEE)
         self._known = KnownPairs()
-        self._own: tuple[str, tuple[int, ...]] = ("", ())
-        """Digest of the last table, and its offsets."""
+        self._own: tuple[Table | None, tuple[int, ...]] = None, ()
+        """The last table, and its offsets."""
         self._begun: Staging | None = None
         """The newest one."""
         self._jobs = JobThread("stage")
@@ -246,8 +246,8 @@ class Stager:
 
     def _offsets(self, table: Table, sources: Sequence[CopySource]) -> tuple[int, ...]:
         """The very same ones as long as the table is."""
-        if self._own[0] != table.digest:
-            self._own = table.digest, table.begins(source.tensor.nbytes for source in sources)
+        if self._own[0] is not table:
+            self._own = table, table.begins(source.tensor.nbytes for source in sources)
         return self._own[1]
 
     @property

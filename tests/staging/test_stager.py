@@ -108,6 +108,15 @@ def test_digests_and_documents(rig: Rig) -> None:
     assert rig.slot.read_document(header, "layout") == staging.content.layout
 
 
+def test_the_trainings_thread_does_not_put_the_table_into_words(rig: Rig) -> None:
+    """It is a tenth of the stall of a first save of thousands of tensors; the thread that seals needs it."""
+    staging = rig.begin({"x": torch.arange(7)}, go=False)
+    assert "encoded" not in vars(staging.content.table)
+    staging.go()
+    staging.wait_sealed(60)
+    assert "encoded" in vars(staging.content.table)
+
+
 def test_not_ready_until_whole(rig: Rig) -> None:
     """Also when the slot held a whole snapshot before."""
     staged(rig, {"w": torch.randn(1000)})
