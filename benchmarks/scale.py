@@ -22,7 +22,7 @@ from ckptlib.format import body_layout, gc_pause, sharding
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, PartName, SaveId
-from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.format.layout import Layout, Mesh, Placed, TensorSpec
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Shard
@@ -107,7 +107,8 @@ def layout_of(num_ranks: int, num_tensors: int) -> Layout:
     held = Placed(Mesh((num_ranks,), tuple(range(num_ranks))), (Shard(0),), None)
     names = sorted(f"{kind}/layers.{i}.weight" for i in range(num_tensors // 3 + 1) for kind in ("model", "m", "v"))
     shape = (ROWS * num_ranks, 1024)
-    layout = Layout(num_ranks, tuple(assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors])))
+    tensors = [TensorSpec(name, "float32", shape) for name in names[:num_tensors]]
+    layout = Layout(num_ranks, tuple(assign(tensors, dict.fromkeys(names, held))))
     assert layout.digest
     return layout
 

@@ -65,7 +65,7 @@ def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
         TensorEntry(name, str(a.dtype), a.shape, Placed(mesh, (Shard(0) if a.ndim else Replicate(),), None))
         for name, a in sorted(tensors.items())
     ]
-    return Layout(world_size, tuple(assign(entries)))
+    return Layout(world_size, tuple(assign(entries, {entry.name: entry.holding for entry in entries})))
 
 
 def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:

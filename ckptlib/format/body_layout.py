@@ -38,13 +38,14 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
     gaps, widest elements first, so that each is aligned to its element. The smallest of them share chunks. Offsets
     count from the body's first byte; all chunks are in pack 0.
     """
-    return lay_out_in_order(layout, shards, chunk_bytes)[0]
+    return lay_out_in_order(layout, [(layout.index[name], box) for name, box in shards], chunk_bytes)[0]
 
 
 def lay_out_in_order(
-    layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int = CHUNK_BYTES
+    layout: Layout, shards: Sequence[tuple[int, Box]], chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[Table, list[int]]:
-    """As `lay_out`, and of each shard of the table its position in `shards`."""
+    """As `lay_out`, of tensors by their positions in the layout; and of each shard of the table its position in
+    `shards`."""
     large, small = _sorted_shards(layout, shards)
     offsets: list[int] = []
     sizes: list[int] = []
@@ -68,11 +69,11 @@ def lay_out_in_order(
         room -= nbytes
         end += nbytes
     order = [i for *_, i, _ in large + small]
-    tensors, boxes = [layout.index[name] for name, _ in shards], [box for _, box in shards]
+    placed = [shards[i] for i in order]
     table = Table(
         layout=layout.digest,
-        tensors=tuple(map(tensors.__getitem__, order)),
-        boxes=tuple(map(boxes.__getitem__, order)),
+        tensors=tuple([tensor for tensor, _ in placed]),
+        boxes=tuple([box for _, box in placed]),
         num_chunks=tuple(counts),
         packs=(0,) * len(offsets),
         offsets=tuple(offsets),
@@ -81,26 +82,27 @@ def lay_out_in_order(
     return table, order
 
 
-_Sized: TypeAlias = tuple[int, str, tuple[int, ...], int, int]
+_Sized: TypeAlias = tuple[int, int, tuple[int, ...], int, int]
 """Of a shard: what it is sorted by, its position, and its bytes."""
 
 
-def _sorted_shards(layout: Layout, shards: Sequence[tuple[str, Box]]) -> tuple[list[_Sized], list[_Sized]]:
-    """The large ones, and the small ones, which are sorted by the size of their elements first."""
+def _sorted_shards(layout: Layout, shards: Sequence[tuple[int, Box]]) -> tuple[list[_Sized], list[_Sized]]:
+    """The large ones, and the small ones, which are sorted by the size of their elements first. Tensors are sorted by
+    name in a layout."""
     large: list[_Sized] = []
     small: list[_Sized] = []
     known: dict[tuple[int, str], int] = {}  # boxes that are equal are mostly one object
     itemsize = {dtype: dtypes.itemsize(dtype) for dtype in {entry.dtype for entry in layout.tensors}}
-    for i, (name, box) in enumerate(shards):
-        entry = layout.tensors[layout.index[name]]
+    for i, (tensor, box) in enumerate(shards):
+        entry = layout.tensors[tensor]
         kind = id(box), entry.dtype
         nbytes = known.get(kind)
         if nbytes is None:
             nbytes = known[kind] = shard_nbytes(entry, box)
         if nbytes >= ALIGN_FROM_BYTES:
-            large.append((0, name, box.offset, i, nbytes))
+            large.append((0, tensor, box.offset, i, nbytes))
         else:
-            small.append((-itemsize[entry.dtype], name, box.offset, i, nbytes))
+            small.append((-itemsize[entry.dtype], tensor, box.offset, i, nbytes))
     return sorted(large), sorted(small)
 
 

@@ -103,16 +103,16 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Global; of what is OwnPerRank, that on the ranks that have it so."""
 
+    @property
+    def nbytes_global(self) -> int:
+        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry(TensorSpec):
     """One tensor of a layout."""
 
     holding: Holding
-
-    @property
-    def nbytes_global(self) -> int:
-        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import xxhash
 from ckptlib.errors import ReplicasDiffer, UnsupportedState
 from ckptlib.format import sharding
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Holding, Mesh, OwnPerRank, Placed, TensorEntry
+from ckptlib.format.layout import ByHand, Holding, Mesh, OwnPerRank, Placed
 from ckptlib.format.overlaps import Overlap, overlaps, remainder
 from ckptlib.ranks.group import Group
 from ckptlib.staging.tensor_digests import digests_of
@@ -216,15 +216,6 @@ def _written(leaves: Sequence[Leaf], shared: Sequence[Overlap], rank: int) -> di
         if overlap.ranks[0] < rank:
             covered.setdefault(overlap.name, []).append(overlap.box)
     return {leaf.name: remainder(leaf.pieces[0][0], covered[leaf.name]) for leaf in leaves if leaf.name in covered}
-
-
-def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry]:
-    """The layout's rows of this rank's tensors, by name; writers are not chosen yet."""
-    holdings = agreement.holdings
-    rows = (
-        TensorEntry(leaf.name, leaf.dtype, leaf.shape, holdings[leaf.name]) for leaf in leaves if leaf.name in holdings
-    )
-    return sorted(rows, key=operator.attrgetter("name"))
 
 
 def kind_of(leaves: Sequence[Leaf]) -> str:

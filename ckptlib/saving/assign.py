@@ -7,42 +7,45 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
 from ckptlib.format import sharding
-from ckptlib.format.layout import Mesh, Placed, TensorEntry
+from ckptlib.format.layout import Holding, Mesh, Placed, TensorEntry, TensorSpec
 
 
-def assign(entries: Iterable[TensorEntry], partial: Container[str] = ()) -> list[TensorEntry]:
-    """The entries, each with the writer of its replicas.
+def assign(
+    tensors: Iterable[TensorSpec], holdings: Mapping[str, Holding], partial: Container[str] = ()
+) -> list[TensorEntry]:
+    """A layout's entries of the tensors that have a holding, by name, each with the writer of its replicas.
 
     Balanced by local bytes, largest first, among the tensors of the same mesh and replicating axes: a rank that holds
     one of those holds all of them, so all holders come to the same answer.
 
     `partial`: names that not all ranks of their mesh have. No coordinate tells their writer; see `writes`.
     """
-    entries = list(entries)  # keeps the holdings, which are known by id: they are few, and slow to compare
-    queues = _queues_of(entries)
-    order: Iterable[int] = range(len(entries))
+    tensors = sorted((tensor for tensor in tensors if tensor.name in holdings), key=_name)
+    held = [holdings[tensor.name] for tensor in tensors]
+    queues = _queues_of(held)
+    order: Iterable[int] = range(len(tensors))
     if any(len(queue) > 1 for queue in queues.values()):
-        sizes = [entry.nbytes_global for entry in entries]
-        order = [i for *_, i in sorted(zip(map(operator.neg, sizes), map(_name, entries), order, strict=True))]
-    written: dict[tuple[int, Coordinate], Placed] = {}
-    assigned = list(entries)
+        sizes = [tensor.nbytes_global for tensor in tensors]
+        order = sorted(order, key=[*map(operator.neg, sizes)].__getitem__)  # by name, where sizes are equal
+    written: dict[tuple[int, Coordinate], Placed] = {}  # by id of holding: they are few, and slow to compare
     for i in order:
-        entry, holding = entries[i], entries[i].holding
-        if not isinstance(holding, Placed) or entry.name in partial:
+        holding = held[i]
+        if not isinstance(holding, Placed) or tensors[i].name in partial:
             continue
         queue = queues[id(holding)]
         load, at = queue[0]
         if len(queue) > 1:
             heapq.heapreplace(queue, (load + sizes[i] + 1, at))
         key = id(holding), at
-        held = written.get(key) or written.setdefault(key, replace(holding, writer=at))
-        assigned[i] = TensorEntry(entry.name, entry.dtype, entry.shape, held)
-    return assigned
+        held[i] = written.get(key) or written.setdefault(key, replace(holding, writer=at))
+    return [
+        TensorEntry(tensor.name, tensor.dtype, tensor.shape, how) for tensor, how in zip(tensors, held, strict=True)
+    ]
 
 
 Coordinate: TypeAlias = tuple[int, ...]
@@ -51,11 +54,11 @@ _Queue: TypeAlias = list[tuple[int, Coordinate]]
 """A heap of coordinates, each with the bytes that it writes so far."""
 
 
-def _queues_of(entries: Iterable[TensorEntry]) -> dict[int, _Queue]:
+def _queues_of(holdings: Iterable[Holding]) -> dict[int, _Queue]:
     """By id of holding; one for all of the same mesh and replicating axes."""
     queues: dict[tuple[Mesh, tuple[int, ...]], _Queue] = {}
     found: dict[int, _Queue] = {}
-    for holding in {id(entry.holding): entry.holding for entry in entries}.values():
+    for holding in {id(holding): holding for holding in holdings}.values():
         if isinstance(holding, Placed):
             axes = sharding.replica_axes(holding.placements)
             start = [(0, at) for at in _coordinates(holding.mesh.shape, axes)]

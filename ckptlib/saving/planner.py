@@ -18,7 +18,7 @@ from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, Placed
 from ckptlib.format.table import Table
 from ckptlib.ranks.group import Group
-from ckptlib.saving.agreement import Agreement, Row, agree, entries_of, rows_of, within
+from ckptlib.saving.agreement import Agreement, Row, agree, rows_of, within
 from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
 from ckptlib.staging.pair import CopySource
@@ -200,20 +200,21 @@ class Planner:
     def _make(self, flat: Flat) -> Plan:
         assert self._agreement is not None
         by = self._agreement
-        entries = assign(entries_of(flat.leaves, by), partial=by.holders)
+        entries = assign(flat.leaves, by.holdings, partial=by.holders)
         layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
-        shards: list[tuple[str, Box]] = []
+        shards: list[tuple[int, Box]] = []
         places: list[tuple[int, int, Box | None]] = []
         mine: dict[int, bool] = {}  # by id of a holding, of which there are few
         for i, leaf in enumerate(flat.leaves):
             name = leaf.name
             if name in by.aliases:
                 continue
+            tensor = layout.index[name]
             if name in by.written:
-                shards += [(name, box) for box in by.written[name]]
+                shards += [(tensor, box) for box in by.written[name]]
                 places += [(i, 0, box) for box in by.written[name]]
                 continue
-            entry, holders = layout.tensors[layout.index[name]], by.holders.get(name)
+            entry, holders = entries[tensor], by.holders.get(name)
             if holders is not None:
                 is_mine = writes(entry, self._group.rank, holders)
             elif (known := mine.get(id(entry.holding))) is not None:
@@ -221,8 +222,9 @@ class Planner:
             else:
                 is_mine = mine[id(entry.holding)] = writes(entry, self._group.rank)
             if is_mine:
-                shards += [(name, box) for box, _ in leaf.pieces]
-                places += [(i, piece, None) for piece in range(len(leaf.pieces))]
+                for piece, (box, _) in enumerate(leaf.pieces):
+                    shards.append((tensor, box))
+                    places.append((i, piece, None))
         table, positions = lay_out_in_order(layout, shards)
         order = tuple(map(places.__getitem__, positions))
         shared = shared_of(flat.leaves, by, self._group.rank)

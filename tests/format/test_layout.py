@@ -118,7 +118,7 @@ def placed_and_box(draw: st.DrawFn) -> tuple[TensorEntry, Box]:
 @given(placed_and_box(), st.randoms())
 def test_ranks_touching_are_the_writers_of_the_box(case: tuple[TensorEntry, Box], random: object) -> None:
     entry, box = case
-    [entry] = assign([entry])
+    [entry] = assign([entry], {entry.name: entry.holding})
     holding = entry.holding
     assert isinstance(holding, Placed)
     some = frozenset(rank for rank in holding.mesh.ranks if random.random() < 0.8)  # type: ignore[attr-defined]

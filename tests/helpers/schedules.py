@@ -85,7 +85,7 @@ class World:
         entries = [TensorEntry(f"t{n}", str(d)[6:], (size,), one) for n, (size, d) in enumerate(self.specs)]
         entries += [TensorEntry(f"{entry.name}.lent", entry.dtype, entry.shape, one) for entry in entries]
         entries += [TensorEntry("host", "float32", (100,), one)]
-        self.layout = Layout(1, tuple(assign(sorted(entries, key=lambda entry: entry.name))))
+        self.layout = Layout(1, tuple(assign(entries, {entry.name: one for entry in entries})))
         self.table = lay_out(self.layout, [(entry.name, Box.whole(entry.shape)) for entry in self.layout.tensors])
         self.names = [self.layout.tensors[t].name for t in self.table.tensors]
         self.number = 0

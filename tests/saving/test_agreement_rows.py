@@ -21,7 +21,7 @@ from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, rank
 from ckptlib.format.overlaps import Overlap
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.ranks.group import Group, SoloGroup
-from ckptlib.saving.agreement import Agreement, agree, encode_rows, entries_of, read_rows, rows_of
+from ckptlib.saving.agreement import Agreement, agree, encode_rows, read_rows, rows_of
 from ckptlib.saving.assign import assign, writes
 from ckptlib.state.leaf import Leaf, Plain
 
@@ -173,7 +173,7 @@ def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
     none, one = agreed(2, leaves)
     assert none == Agreement({}, {})
     assert one.holders == {"o/w/exp_avg": frozenset({1})}
-    entries = assign(entries_of(leaves(1), one), partial=one.holders)
+    entries = assign(leaves(1), one.holdings, partial=one.holders)
     assert writes(entries[0], 1, one.holders["o/w/exp_avg"])
     assert [*ranks_touching(entries[0], Box.whole((2,)), frozenset({1}))] == [1]  # where a load looks for it
 
@@ -204,7 +204,7 @@ def test_what_all_ranks_tie_alike_is_one_tensor() -> None:
     for rank, agreement in enumerate(agreed(3, leaves)):
         assert agreement.aliases == {"third": "first"}
         assert agreement.holdings == {"first": OwnPerRank()} | ({"second": over(2)} if rank == 2 else {})
-        assert [entry.name for entry in entries_of(leaves(rank), agreement)] == [*agreement.holdings]
+        assert [entry.name for entry in assign(leaves(rank), agreement.holdings)] == [*agreement.holdings]
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -280,7 +280,7 @@ def test_every_replica_is_written_once(size: int, names: list[tuple[str, int]]) 
 
     writers: dict[str, list[int]] = {}
     for rank, agreement in enumerate(agreed(size, leaves)):
-        layout = Layout(size, tuple(assign(entries_of(leaves(rank), agreement))))
+        layout = Layout(size, tuple(assign(leaves(rank), agreement.holdings)))
         for entry in layout.tensors:
             if writes(entry, rank, agreement.holders.get(entry.name)):
                 writers.setdefault(entry.name, []).append(rank)

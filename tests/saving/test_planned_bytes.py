@@ -62,7 +62,8 @@ def planned(seed: int) -> str:
     draw = random.Random(seed)
     found = entries(draw)
     partial = {e.name: frozenset(draw.sample(range(SIZE), 3)) for e in found if draw.random() < 0.1}
-    layout = Layout(SIZE, tuple(assign(found, partial)), {"tied": found[0].name}, {"o": {"class": "Adam"}})
+    assigned = assign(found, {e.name: e.holding for e in found}, partial)
+    layout = Layout(SIZE, tuple(assigned), {"tied": found[0].name}, {"o": {"class": "Adam"}})
     told = [layout.encoded]
     for rank in range(SIZE):
         shards = [*boxes(layout, rank, partial)]

@@ -21,7 +21,7 @@ from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.format.layout import Layout, Mesh, Placed, TensorSpec
 from ckptlib.format.sharding import Replicate
 from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
@@ -97,8 +97,8 @@ class Rig:
     def _layout(self, leaves: list[Leaf]) -> Layout:
         """Whatever holds them: to a slot, this rank's piece is a tensor like any other."""
         one = Placed(Mesh((1,), (0,)), (Replicate(),), None)
-        entries = [TensorEntry(leaf.name, leaf.dtype, tuple(leaf.pieces[0][1].shape), one) for leaf in leaves]
-        return Layout(1, tuple(assign(sorted(entries, key=lambda entry: entry.name))))
+        tensors = [TensorSpec(leaf.name, leaf.dtype, tuple(leaf.pieces[0][1].shape)) for leaf in leaves]
+        return Layout(1, tuple(assign(tensors, {tensor.name: one for tensor in tensors})))
 
     def _content(self, leaves: list[Leaf]) -> Content:
         layout = self._layout(leaves)
