@@ -61,3 +61,17 @@ def test_what_a_state_dict_draws_behind_a_restore_is_not_kept(tmp_path: Path) ->
         drawn.append(draws())
     ckpt.close()
     assert drawn == drawn[:1] * 2
+
+
+def test_a_restored_part_leaves_them(tmp_path: Path) -> None:
+    """It is to begin another run, or goes beside what this one has."""
+    state = {"w": torch.ones(100)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        ckpt.save(3).wait_committed(60)
+    draws()
+    before = torch.get_rng_state(), random.getstate()
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        assert ckpt.restore(only="w").step == 3
+        ckpt.restore_random()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]

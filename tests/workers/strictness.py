@@ -35,6 +35,8 @@ def test_only_on_some_ranks(directory: Path) -> None:
     with checkpointer(directory, {"w": torch.ones(3)}) as ckpt:
         with pytest.raises(ValueError, match="given on some ranks only"):
             ckpt.restore(only="w" if rank() else None)
+        with pytest.raises(ValueError, match="not all ranks named this step"):
+            ckpt.restore(step=rank() or None)
         ckpt.save(1)
 
 
