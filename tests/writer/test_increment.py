@@ -201,6 +201,14 @@ def test_each_pack_is_judged_by_itself() -> None:
     assert plan(parent.digests, parent, rules()) == Increment((2, 3), (), (0, 1))
 
 
+def test_a_base_is_in_use() -> None:
+    """A pack of whole copies is not mostly dead where the chunks are patches against them, changed or not."""
+    packs = [pack(save_id(1), NOW, 2 * CHUNK_NBYTES), pack(save_id(2), NOW, CHUNK_NBYTES)]
+    codings = {chunk: Coding("patch", 10, Base(0, 0, CHUNK_NBYTES, None, digest_of(9))) for chunk in (0, 1)}
+    parent = part_of(save_id(2), range(3), packs, [1, 1, 1], codings)
+    assert plan(digests([0, "new", 2]), parent, rules([save_id(2)])) == Increment((0, 2), (1,), ())
+
+
 def test_a_pack_of_which_nothing_is_used_any_more_is_no_matter() -> None:
     saves = [save_id(1), save_id(2)]
     parent = part_of(save_id(3), range(2), [pack(save, nbytes=CHUNK_NBYTES) for save in saves], [0, 1])
@@ -245,9 +253,12 @@ def test_packs_of_one_set_count_once_and_go_together() -> None:
 
 
 def test_sets_of_which_nothing_is_left_do_not_count() -> None:
-    parent = with_sets(MAX_USES + 10)
-    values = [chunk if chunk < 10 else "new" for chunk in range(MAX_USES + 10)]
-    assert plan(digests(values), parent, rules()).taken == tuple(range(10))
+    """Whether their steps are there still, or not."""
+    num, num_left = MAX_USES + 10, FEWER_USES + 1
+    parent = with_sets(num)
+    values = [chunk if chunk < num_left else "new" for chunk in range(num)]
+    for committed in ([], [save_id(number + 1) for number in range(num)]):
+        assert plan(digests(values), parent, rules(committed)).taken == tuple(range(num_left))
 
 
 # -- whatever comes

@@ -124,6 +124,61 @@ def test_a_dense_tensor_stops_being_summarized() -> None:
     assert all(table.num_kept(chunk) <= 1 for chunk in range(40))
 
 
+def num_saves_to_a_patch(table: Table) -> int:
+    for number in range(1, 100):
+        table.touch(0, 1)
+        if table.save().patched:
+            return number
+    raise AssertionError("none comes")
+
+
+def test_a_patch_that_pays_makes_up_for_those_that_did_not() -> None:
+    table = Table(1)
+    for _ in range(20):
+        table.change(0)
+        table.save()
+    first = num_saves_to_a_patch(table)
+    for _ in range(2):  # the second one is a first patch that does not pay
+        table.change(0)
+        table.save()
+    assert num_saves_to_a_patch(table) == 3 < first
+
+
+def test_a_chunk_is_stored_whole_before_its_patches_cost_more_than_they_save() -> None:
+    """Long before a patch is as large as the chunk: here each save touches another tenth of it."""
+    table, patched = Table(1), list[int]()
+    for number in range(8):
+        table.touch(0, *range(20 * number, 20 * number + 20))
+        patched.append(len(table.save().patched))
+    assert patched[:4] == [0, 1, 1, 1]
+    assert 0 in patched[4:]
+
+
+def test_the_base_of_the_parent_stays_known_though_the_parent_took_the_chunk_over() -> None:
+    table = Table(1)
+    for _ in range(2):
+        table.touch(0, 1)
+        before = table.save()
+    table.save(changed=set())
+    kept = table.values.copy()
+    table.change(0)
+    assert not table.save().patched
+    table.values = kept
+    table.touch(0, 2)
+    assert table.save(late=1).patched == before.patched == {0}, "that save failed"
+
+
+def test_no_more_summaries_are_kept_than_may_be_needed_however_late_commits_are() -> None:
+    table = Table(1)
+    for _ in range(2):
+        table.touch(0, 1)
+        table.save()
+    for late in range(2 * KEYFRAMES_KEPT):
+        table.change(0)
+        table.save(late)
+    assert table.num_kept(0) == KEYFRAMES_KEPT
+
+
 def test_a_table_that_becomes_sparse_later_is_found() -> None:
     table = Table(8)
     for _ in range(20):
