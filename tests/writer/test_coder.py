@@ -56,6 +56,19 @@ def test_chunks_come_in_their_order_and_decode_to_what_they_were(tmp_path: Path)
     slot.unlink()
 
 
+def test_a_state_of_other_tensors_is_encoded_by_what_it_is_now(tmp_path: Path) -> None:
+    job = OneRank(tmp_path, MemoryStore(), "planes")
+    ids = np.arange(400_000)
+    for arrays, codecs in [
+        ({"a": mib(4)}, {"planes"}),
+        ({"ids": ids}, {"zstd"}),
+        ({"a": mib(8), "ids": ids}, {"planes", "zstd"}),
+    ]:
+        part = job.save(arrays)
+        assert {*codecs_of(part)} == codecs
+        job.check(part, arrays)
+
+
 def test_so_much_is_encoded_ahead_and_no_more(tmp_path: Path, planes: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough that the next pack is encoded while one is put; and memory is bounded."""
     job = OneRank(tmp_path, MemoryStore(), "planes")

@@ -81,10 +81,15 @@ def test_auto_follows_a_store_whose_speed_changes(tmp_path: Path) -> None:
         assert {*auto_saves(job, arrays, 1)[0]} == {codec}
 
 
-def test_uploads_beside_each_other_count_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "uploads",
+    [[(0.0, 4.0), (1.0, 3.0), (2.0, 6.0), (10.0, 12.0)], [(0.0, 8.0), (0.0, 1.0), (0.0, 7.0), (6.0, 8.0)]],
+)
+def test_uploads_beside_each_other_count_together(tmp_path: Path, uploads: list[tuple[float, float]]) -> None:
+    """8 s in all, in whatever order they end."""
     job = OneRank(tmp_path, MemoryStore(), "auto")
     coder = job.persister._coder
-    for began, ended in [(0.0, 4.0), (1.0, 3.0), (2.0, 6.0), (10.0, 12.0)]:  # 8 s in all
+    for began, ended in uploads:
         coder.note_upload(8 * MIB, began, ended)
     assert coder._store.per_byte == pytest.approx(8.0 / (32 * MIB), rel=0.2)
 

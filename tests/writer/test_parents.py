@@ -20,6 +20,7 @@ from ckptlib.slots.snapshot import Snapshot, SnapshotReader
 from ckptlib.writer import parents as module
 from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.parents import KEPT, Parents
+from ckptlib.writer.seen_packs import LOOK_AGAIN_S
 
 ROW_BYTES = 4 * COLUMNS
 
@@ -257,7 +258,9 @@ def test_another_world_size_begins_whole(world_size: int, caplog: pytest.LogCapt
     with no_chance():
         job = SmallJob(world_size=2)
         job.begin(job.save_and_commit(), world_size)
-        assert chosen(job) is None
+        save = job.begin_save()
+        for rank, writer in enumerate(job.writers):
+            assert writer.persister._parents.choose(snapshot(job, save, rank), 0.0)[0] is None
         assert not caplog.records
 
 
@@ -305,6 +308,17 @@ def test_a_part_that_the_trainer_has_read_costs_a_look_whether_its_step_is_commi
     job.change([1])
     job.save_and_commit()
     job.check()
+
+
+@pytest.mark.parametrize("age_s", [0.0, LOOK_AGAIN_S])
+def test_packs_that_the_trainer_has_read_long_ago_are_looked_for(job: SmallJob, age_s: float) -> None:
+    """As where it compiles for long before its first save."""
+    first = job.save_and_commit()
+    known = job.known(first, 0)
+    begin_from(job, replace(known, read_at=known.read_at - age_s))
+    job.store.delete(*job.keys(first.packs_prefix))
+    written = put_by(job, job.save().id)
+    assert (written > TENSORS * ROWS * ROW_BYTES) == (age_s > 0)
 
 
 def test_a_step_that_was_dropped_since_it_was_restored_is_no_parent(job: SmallJob) -> None:
@@ -434,7 +448,9 @@ def test_behind_a_save_that_a_writer_put_again_the_part_that_its_manifest_names_
     named = job.catalog().manifest(save.id).parts[0].attempt
     job.restart(0)
     persister = job.writers[0].persister
-    assert persister.persist(job.slot(save, 0), save.id).attempt != named
+    again = persister.persist(job.slot(save, 0), save.id)
+    assert again.attempt != named
+    assert not [pack.key for pack in again.packs if f"-{named}-" in pack.key], "it does not build on the other one"
     persister.search_again()
     job.change([1])
     parent, _ = parents_of(job).choose(snapshot(job, job.begin_save()), 0.0)

@@ -164,3 +164,16 @@ def test_packs_that_a_restore_read_long_ago_are_looked_for() -> None:
         seen.note(f"packs/{name}", time.monotonic() - ago)
     lost = seen.lost([Pack(f"packs/{name}", 1, 0.0) for name in ("now", "lately", "long-ago")])
     assert [pack.key for pack in lost] == ["packs/long-ago"], "which is gone meanwhile"
+
+
+def test_of_two_packs_the_one_that_was_seen_again_does_not_answer_for_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, now = module.SeenPacks(MemoryStore()), time.monotonic()
+    packs = [Pack(key, 1, 0.0) for key in ("packs/a", "packs/b")]
+    for pack in packs:
+        seen.note(pack.key)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.LOOK_AGAIN_S / 2)
+    seen.note(packs[0].key)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 1.1 * module.LOOK_AGAIN_S)
+    assert seen.lost(packs) == packs[1:]
