@@ -29,7 +29,9 @@ MAX_USERS = 5
 
 @click.command("gc", short_help="Drop old steps and delete what was dropped long ago.")
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, metavar="N", help="Keep the N newest steps.")
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep the first step from each multiple of M on."
+)
 @click.option(
     "--keep-within",
     type=HOURS,

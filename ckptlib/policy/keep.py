@@ -56,7 +56,8 @@ class Keep:
     last: int = 3
     """The newest ones; at least 1."""
     every: int | None = None
-    """Those whose step is a multiple of this; a save that was taken a few steps after it was due is none."""
+    """The first save from each multiple of this on: the multiple itself, if it was saved. A save that was taken a few
+    steps after it was due stays as well, and so does one in each `every` steps where a time says when to save."""
     grace: timedelta = GRACE
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
     it for bytes whose time has come. Where the store is full, they go after five minutes."""
@@ -149,11 +150,22 @@ class Keep:
         found = sorted(saves)
         latest = {save.step: save for save in found if save in facts}
         counted = [save for save in found if not save < latest.get(save.step, save)]
-        last = {*sorted({save.step for save in counted})[-self.last :]}
-        kept = {save for save in counted if save.step in last or (self.every and not save.step % self.every)}
+        steps = sorted({save.step for save in counted})
+        stay = {*steps[-self.last :], *self._milestones(steps)}
+        kept = {save for save in counted if save.step in stay}
         kept.update(self._recent({save: facts[save] for save in counted if save in facts}, put))
         kept.update(self._best({save: facts[save] for save in found if save in facts}))
         return [save for save in found if save not in kept]
+
+    def _milestones(self, steps: Iterable[int]) -> list[int]:
+        """`steps`: ascending. The first step from a multiple on stays the first whatever is dropped or saved behind it,
+        so every sweep chooses alike. Those below the first multiple are none, but for step 0."""
+        if self.every is None:
+            return []
+        firsts: dict[int, int] = {}
+        for step in steps:
+            firsts.setdefault(step // self.every, step)
+        return [step for times, step in firsts.items() if times or not step]
 
     def _recent(self, known: Mapping[S, Facts], put: Mapping[S, float]) -> list[S]:
         """Too old are those that both clocks call so: a job may have gone on on a host whose clock is hours ahead, and

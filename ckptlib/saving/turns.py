@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from ckptlib.errors import SaveFailed, Superseded
-from ckptlib.policy.keep import Keep
 from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
-from ckptlib.policy.when import Policy, parts_of
+from ckptlib.policy.when import Policy
 from ckptlib.ranks.beat import Beat, Word
 from ckptlib.ranks.meeting import is_alone
 from ckptlib.saving.ballots import Poll
@@ -34,8 +33,6 @@ class Turns:
     ) -> None:
         self.due = DueSaves(store, memory)
         self._session = session
-        if session.group.rank == 0:
-            _warn_of_no_multiples(session.settings.keep, store)
         self._beat = Beat(session.group)
         self._poll = Poll((), [])
         """The votes that went with the last word."""
@@ -136,13 +133,3 @@ class Turns:
         if self._preemption is not None:
             self._preemption.close()
         self._beat.forget()
-
-
-def _warn_of_no_multiples(keep: Keep | None, policy: Policy) -> None:
-    """Where retention asks for steps that the policy hardly ever saves."""
-    if keep is not None and keep.every is not None and not any(part.by_step for part in parts_of(policy)):
-        log.warning(
-            "Keep(every=%d) keeps steps that are multiples of it, and every=%r saves at steps of its own choice, which "
-            "hardly ever are: to have them saved, say every=... | ckptlib.Steps(%d)",
-            *(keep.every, policy, keep.every),
-        )

@@ -126,17 +126,6 @@ def test_what_is_exempt_survives_the_job_that_said_so(job: Job) -> None:
     assert steps(job.root) == [6]
 
 
-@pytest.mark.parametrize(
-    ("policy", "warns"),
-    [(ckptlib.Minutes(5), True), (ckptlib.Overhead(at_most=0.1) | ckptlib.Steps(500), False), (3, False)],
-)
-def test_multiples_that_nobody_saves_are_told_of(
-    job: Job, caplog: pytest.LogCaptureFixture, policy: ckptlib.Policy | int, warns: bool
-) -> None:
-    job.checkpointer(every=policy, keep=ckptlib.Keep(every=1000)).close()
-    assert ("to have them saved, say every=... | ckptlib.Steps(1000)" in caplog.text) == warns
-
-
 def test_each_save_of_a_script_has_its_own_predicate(tmp_path: Path) -> None:
     for step in range(1, 5):
         keep = ckptlib.Keep(last=9, exempt=lambda other, own=step: own == other == 2)

@@ -67,8 +67,12 @@ class KeptSteps:
             if at[1] in numbers:  # saved again by a later generation
                 continue
             numbers.append(at[1])
-            if len(numbers) <= promise.last or (promise.every and at[1] % promise.every == 0):
+            if len(numbers) <= promise.last:
                 stays.add(at)
+            if promise.every:
+                below = {other // promise.every for _, other in visible if other < at[1]}
+                if at[1] == 0 or (at[1] >= promise.every and at[1] // promise.every not in below):
+                    stays.add(at)
             if promise.within_s is not None:
                 newest, this = self.steps[visible[-1]], self.steps[at]
                 if min(newest.created - this.created, newest.put - this.put) <= promise.within_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -20,13 +21,17 @@ SAVES = st.lists(st.builds(SaveId, st.integers(0, 60), st.just(GenerationId(1, "
 
 
 @given(SAVES, st.integers(1, 8), st.none() | st.integers(1, 10))
-def test_choose_drops_all_but_the_newest_and_the_multiples(saves: list[SaveId], last: int, every: int | None) -> None:
+def test_choose_drops_all_but_the_newest_and_the_first_from_each_multiple_on(
+    saves: list[SaveId], last: int, every: int | None
+) -> None:
     dropped = Keep(last, every).choose(saves, {}, {})
     assert dropped == sorted(dropped)
     assert set(dropped) <= set(saves)
     for save in saves:
         newer = sum(other.step > save.step for other in saves)
-        stays = newer < last or (every is not None and save.step % every == 0)
+        multiples = range(every, 61, every) if every else ()
+        firsts = [min((other.step for other in saves if other.step >= n), default=None) for n in multiples]
+        stays = newer < last or save.step in firsts or (every is not None and save.step == 0)
         assert (save in dropped) == (not stays)
     if saves:
         assert max(saves) not in dropped
@@ -36,6 +41,23 @@ def test_choose_drops_all_but_the_newest_and_the_multiples(saves: list[SaveId], 
 def test_choose_again_drops_nothing_more(saves: list[SaveId], last: int, every: int | None) -> None:
     keep = Keep(last, every)
     assert keep.choose([save for save in saves if save not in keep.choose(saves, {}, {})], {}, {}) == []
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 3), st.integers(1, 10), st.randoms())
+def test_what_every_keeps_does_not_depend_on_when_retention_looks(
+    gaps: list[int], last: int, every: int, chance: random.Random
+) -> None:
+    """Nor on how often, if each step is kept while it is the newest."""
+    keep, lazy, eager = Keep(last, every), list[SaveId](), list[SaveId]()
+    for gap in gaps:
+        save = SaveId(lazy[-1].step + gap if lazy else gap, GenerationId(1, "0" * 8))
+        lazy.append(save)
+        eager.append(save)
+        if chance.random() < 0.5:
+            dropped = keep.choose(eager, {}, {})
+            eager = [other for other in eager if other not in dropped]
+    assert {*lazy} - {*keep.choose(lazy, {}, {})} == {*eager} - {*keep.choose(eager, {}, {})}
+    assert not any(save.step % every == 0 for save in keep.choose(lazy, {}, {}))
 
 
 def test_keep_refuses_what_would_drop_the_newest() -> None:
@@ -129,7 +151,7 @@ def test_copies_of_a_step_are_one_step_of_which_the_latest_stays() -> None:
     told = {save: Told(1e9 + save.step, {"loss": 1.0 + (save.step != 36)}) for save in saves}
     put = {save: told[save].created for save in saves}
     assert Keep(last=3).choose(saves, told, {}) == [earlier[0], first, *again[:-1]]
-    assert Keep(last=1, every=10).choose(saves, told, {}) == [earlier[0], earlier[2], first, *again[:-1]]
+    assert Keep(last=1, every=10).choose(saves, told, {}) == [earlier[0], first, *again[:-1]]
     assert Keep(last=1, every=36).choose(saves, told, {}) == [*earlier, first, *again[:-1]]
     assert Keep(last=1, within=timedelta(seconds=14)).choose(saves, told, put) == [*earlier[:2], first, *again[:-1]]
     assert Keep(last=1, best="loss", mode="min", num_best=2).choose(saves, told, {}) == [
