@@ -19,6 +19,7 @@ from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CheckpointNotFound, NoRoom, SaveFailed
+from ckptlib.events import Begun, Event
 from ckptlib.recovery import candidates, restore
 from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
@@ -135,8 +136,10 @@ def test_a_restore_behind_one_that_saves_again_is_refused(tmp_path: Path) -> Non
         assert ckpt.pending is not None
         ckpt.pending.wait_local(WAIT_S)
         raise KeyboardInterrupt
-    with job.checkpointer(every=10**6, **local) as ckpt:
+    told: list[Event] = []
+    with job.checkpointer(every=10**6, on_event=told.append, **local) as ckpt:
         assert ckpt.restore().tier == "local"
+        assert [(event.step, event.tier) for event in told if isinstance(event, Begun)] == [(1, "store")]
         before = job.bits()
         with pytest.raises(ValueError, match=r"call restore once: it has saved step 1 again.*create another one"):
             ckpt.restore()
