@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,11 +29,12 @@ from torch import nn
 import ckptlib
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli import app as cli
-from ckptlib.errors import CheckpointNotFound, CorruptData, ObjectUnreadable, StateMismatch
+from ckptlib.errors import AgreementFailed, CheckpointNotFound, CorruptData, ObjectUnreadable, StateMismatch
 from ckptlib.format.keys import SaveId
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import Group
-from ckptlib.recovery.restore import _await_orphans
+from ckptlib.recovery.memory_source import InMemory
+from ckptlib.recovery.restore import _await_orphans, _closed_together
 from ckptlib.saving.session import Session
 from ckptlib.slots import files
 from ckptlib.slots.header import SlotHeader
@@ -289,6 +291,24 @@ class LetGo(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if "waiting for the writers" in record.getMessage():
             write_plan(self._plan, self._then)
+
+
+@pytest.mark.parametrize(
+    ("error", "with_others"),
+    [(None, True), (CorruptData, True), (AgreementFailed, False), (OSError, False), (KeyboardInterrupt, False)],
+)
+def test_ranks_close_a_source_together_where_all_come_there(
+    error: type[BaseException] | None, with_others: bool
+) -> None:
+    """Else those that come wait for the others' last word, and those that read from this rank for its answers."""
+    closed: list[bool] = []
+    with (
+        nullcontext() if error is None else pytest.raises(error),
+        _closed_together(cast(InMemory, SimpleNamespace(close=closed.append))),
+    ):
+        if error is not None:
+            raise error
+    assert closed == [with_others]
 
 
 @pytest.mark.parametrize(
