@@ -468,3 +468,7 @@ def test_stand_ins_are_no_parents(job: SmallJob) -> None:
         assert part.uses == ()
         assert part.nbytes_put >= part.table.nbytes_data
         assert chosen(job) == sorted(job.oracle)[0]
+        job.persist(save, 0)
+        save.persisted.add(1)
+        job.commit(save)
+        assert chosen(job) == save.id, "by this rank's own part"
