@@ -28,6 +28,8 @@ class Forgetful(Server):
         """Of the object, once there is one."""
         self.flips: int | None = None
         """In which byte of the object another bit is."""
+        self.more = b""
+        """What the object has behind its parts."""
         self.knows_crc32 = True
         self.num_uploads = 0
 
@@ -53,6 +55,7 @@ class _Handler(Handler):
         self.server.data = bytearray().join(data for _, data in sorted(self.server.parts.items()))
         if self.server.flips is not None:
             self.server.data[self.server.flips] ^= 1
+        self.server.data += self.server.more
         self.close_connection = True
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
@@ -88,9 +91,9 @@ def test_the_object_is_taken_that_has_what_was_sent(server: Forgetful, knows_crc
     assert server.data == HEAD + DATA
 
 
-@pytest.mark.parametrize("at", [0, PART_NBYTES + 7, len(HEAD) + len(DATA) - 1])
-def test_another_one_is_not(server: Forgetful, at: int) -> None:
-    server.flips = at
+@pytest.mark.parametrize("at", [0, PART_NBYTES + 7, len(HEAD) + len(DATA) - 1, None])
+def test_another_one_is_not(server: Forgetful, at: int | None) -> None:
+    server.flips, server.more = at, b"" if at is not None else b"more"
     with pytest.raises(StoreError, match=r"run/p: cannot put: .*NoSuchUpload"):
         put(server)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 from helpers.answering import Handler, Server
 
+from ckptlib.errors import StoreDenied
 from ckptlib.stores import Store, io_limits, open_store
 
 IDLE_S = 0.3
@@ -63,9 +64,34 @@ def test_deletions_share_connections(client: str) -> None:
     assert len(handler.connections) < 10
 
 
+class _Refusing(_Slow):
+    """The first request alone. Objects one by one are deleted by nobody here."""
+
+    def do_POST(self) -> None:
+        if self.bodies:
+            super().do_POST()
+            return
+        self.bodies.append(self.body())
+        self.answer(
+            403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>", Content_Type="application/xml"
+        )
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_many_are_deleted_at_once_again_after_a_refusal(client: str) -> None:
+    """As while somebody mends the rights: only a server that does not know how is asked for one by one from then on."""
+    with opened(client, False, 0.0, _Refusing) as (store, handler):
+        with pytest.raises(StoreDenied):
+            store.delete("a", "b")
+        store.delete("a", "b")
+    assert [body.count(b"<Key>") for body in handler.bodies] == [2, 2]
+
+
 @contextmanager
-def opened(client: str, swallows: bool, answer_s: float) -> Iterator[tuple[Store, type[_Slow]]]:
+def opened(
+    client: str, swallows: bool, answer_s: float, kind: type[_Slow] = _Slow
+) -> Iterator[tuple[Store, type[_Slow]]]:
     """A store, and what its server remembers."""
-    handler = type("Slow", (_Slow,), {"bodies": [], "connections": set(), "swallows": swallows, "answer_s": answer_s})
+    handler = type("Slow", (kind,), {"bodies": [], "connections": set(), "swallows": swallows, "answer_s": answer_s})
     with Server(handler) as server, open_store("s3://bucket/run", server.options(client)) as store:
         yield store, handler
