@@ -118,7 +118,8 @@ class Committer:
         except ObjectExists:
             is_own = False
         except (StoreDenied, StoreFull):
-            if catalog.store.is_local:  # elsewhere a request before may have put it, whose answer was lost
+            # Elsewhere a request before may have put it, whose answer was lost.
+            if catalog.store.is_local and not catalog.is_committed(save):
                 self._doubted = before
             raise
         try:

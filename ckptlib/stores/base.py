@@ -218,7 +218,7 @@ class Store(ABC):
 
         Raises ObjectExists where the key is taken and the store tells; one that can tell, but does so only when asked
         to, is asked where `create` says so. Raises FormatError where what is there is no object. After any other error
-        the object may be there, but for StoreFull of a file system.
+        the object may be there.
         """
 
     @abstractmethod

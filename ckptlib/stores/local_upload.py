@@ -107,8 +107,8 @@ class LocalUpload:
         try:
             sync_up(self._root, self._key.split("/")[:-1])
         except (OSError, StoreError) as error:
-            cause = failure(error, "flush", self._path) if isinstance(error, OSError) else error
-            raise StoreError(f"{cause}. The object is there, but a power loss may take it") from error
+            cause = failure(error, "flush", self._path, self._end) if isinstance(error, OSError) else error
+            raise type(cause)(f"{cause}. The object is there, but a power loss may take it") from error
 
     def abort(self) -> None:
         """Drops the written bytes. Does nothing after a commit."""

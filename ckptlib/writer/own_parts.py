@@ -32,7 +32,8 @@ class OwnParts:
         try:
             self._store.put(key, document, deadline=deadline)
         except (StoreDenied, StoreFull):
-            if self._store.is_local:  # elsewhere a request before may have put it, whose answer was lost
+            # Elsewhere a request before may have put it, whose answer was lost.
+            if self._store.is_local and self._store.entry(key) is None:
                 self._doubted = before
             raise
         self._check_not_swept(part, elapsed, may_take_s, "its part counts for nothing")

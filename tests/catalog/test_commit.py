@@ -37,6 +37,7 @@ from ckptlib.errors import (
     ReplicasDiffer,
     SaveFailed,
     StoreError,
+    StoreFull,
     Superseded,
 )
 from ckptlib.format import keys
@@ -129,7 +130,7 @@ def test_a_manifest_may_be_there_where_its_directory_cannot_be_flushed(
     committer = Committer(Catalog(catalog.store))
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", refuse)
-        with pytest.raises(StoreError, match="No space left"):
+        with pytest.raises(StoreFull, match="No space left"):
             committer.commit(save, names)
     assert (catalog.is_committed(save), committer.may_have_put(save)) == (is_there, is_there)
 

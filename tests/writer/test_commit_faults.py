@@ -59,6 +59,7 @@ TOLD = {
     "committed": [
         case(True),
         case(False, {PUT: "after full"}),
+        case(True, {PUT: "after full"}),
         case(False, {PUT: "after late"}),
         case(False, {1: "before committed", 2: "after dies"}),
         case(False, {PUT: "before committed"}),
@@ -92,11 +93,6 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert found == {one["name"]: told for told, some in TOLD.items() for one in some}
 
 
-def is_possible(local: bool, when: str, what: str) -> bool:
-    """A file system refuses nothing that it has done."""
-    return not (local and when == "after" and what in ("denied", "full"))
-
-
 FAULTS = [f"{when} {what}" for when in ("before", "after") for what in [*ERRORS, *EVENTS]]
 
 
@@ -105,7 +101,7 @@ FAULTS = [f"{when} {what}" for when in ("before", "after") for what in [*ERRORS,
 @pytest.mark.parametrize("behind", [(), (DEAD,)], ids=["first-writer", "second-writer"])
 def test_one_fault_at_each_request(tmp_path: Path, local: bool, behind: tuple[Mapping[int, str], ...]) -> None:
     """And one more take-back makes sense only before the committer has looked."""
-    faults = [fault for fault in FAULTS if is_possible(local, *fault.split(" ", 1)) and "taken" not in fault]
+    faults = [fault for fault in FAULTS if "taken" not in fault]
     cases = [case(local, *behind, {number: fault}) for fault in faults for number in range(REQUESTS + 1)]
     told = Counter(outcomes(tmp_path, cases))
     assert told["committed"]
@@ -122,7 +118,7 @@ def test_drawn_faults(tmp_path: Path, seed: int) -> None:
 
 def drawn(chance: random.Random) -> Case:
     local, writers = chance.random() < 0.5, []
-    faults = [fault for fault in FAULTS if is_possible(local, *fault.split(" ", 1)) and "taken" not in fault]
+    faults = [fault for fault in FAULTS if "taken" not in fault]
     for _ in range(chance.randint(1, 4)):
         met = {chance.randrange(REQUESTS + 1): chance.choice(faults) for _ in range(chance.randint(1, 3))}
         if chance.random() < 0.6:

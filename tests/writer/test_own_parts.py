@@ -41,6 +41,7 @@ class Refusing(_HookedStore):
         ("parts/", "after", StoreError("no answer"), False, True),
         ("parts/", "after", StoreError("no answer"), True, True),
         ("parts/", "after", StoreFull("a try before was taken"), False, True),
+        ("parts/", "after", StoreFull("its directory could not be flushed"), True, True),
         ("parts/", "before", StoreFull("no room"), True, False),
         ("parts/", "before", StoreDenied("read-only"), True, False),
         ("layouts/", "before", StoreError("no answer"), False, False),
