@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +299,11 @@ def _default(file: _TorchFile, node: Made, real: Real) -> Any:
     return {_key(real(key)): real(value) for key, value in node.items.items()}
 
 
+def _counter(file: _TorchFile, node: Made, real: Real) -> Any:
+    (counts,) = node.arguments
+    return Counter(dict(real(counts)))
+
+
 def _size(file: _TorchFile, node: Made, real: Real) -> Any:
     return torch.Size(real(node.arguments[0]))
 
@@ -368,6 +373,7 @@ _MAKERS: dict[str, Callable[[_TorchFile, Made, Real], Any]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": _default,
+    "collections.Counter": _counter,
     "torch.Size": _size,
     "torch.device": _device,
     "builtins.set": _set,

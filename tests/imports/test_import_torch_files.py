@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -261,6 +261,8 @@ def test_plain_values_keep_their_types(tmp_path: Path, protocol: int) -> None:
         "empty array": np.zeros((0, 2), np.float32),
         "nested": {"a": [1, (2, 3)], 4: "int key"},
         "ordered": OrderedDict(a=1),
+        "counter": Counter("aab"),
+        "empty counter": Counter(),
     }
     saved = {"t": torch.ones(1), **plain, "default": defaultdict(int, a=1)}
     torch.save(saved, tmp_path / "values.pt", pickle_protocol=protocol)
