@@ -32,6 +32,8 @@ NAME = "ckptlib_worker"
 PR_SET_NAME = 15
 """Of Linux's prctl."""
 
+PRELOADED = "ckptlib.policy.forkserver"
+
 
 def outlast_signals(worker: int) -> None:
     """A `worker_init_fn` for any DataLoader: SIGTERM and SIGUSR1 leave the worker alone.
@@ -78,9 +80,21 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
 
 def outlasting(loader: DataLoader[Any]) -> None:
     """The workers that `loader` starts outlast the signals, whatever `worker_init_fn` the program gave it."""
+    have_forkserver_outlast()
     given = loader.worker_init_fn
     if not (isinstance(given, partial) and given.func is begin_worker):
         loader.worker_init_fn = partial(begin_worker, given)
+
+
+def have_forkserver_outlast() -> None:
+    """Unless it has begun: workers are its children, and end with it. It is the default from Python 3.14 on."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return
+    from multiprocessing.forkserver import _forkserver
+
+    imports: list[str] = vars(_forkserver)["_preload_modules"]  # there is but a function to replace them
+    if PRELOADED not in imports:
+        multiprocessing.set_forkserver_preload([*imports, PRELOADED])
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -113,4 +127,5 @@ def _kill_at_end(_: object) -> None:
 
 
 _kill_at_end(None)
+have_forkserver_outlast()  # before a loader with plain `outlast_signals` starts it
 register_after_fork(_kill_at_end, _kill_at_end)  # a process of multiprocessing's begins without its parent's

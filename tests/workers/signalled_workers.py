@@ -3,18 +3,22 @@
 Says "training" once its workers have given batches, and trains until it is told to stop. `loader`: "ours", "stateful",
 "hanging" or "ending". The latter two end while an iterator with workers is still held. "hanging" is torch's own loader,
 whose workers hang then, where no handler of Python's runs. "ending" is ours, with a `worker_init_fn` that is set late,
-by which each worker ends a program that it starts; the trainer ends another process of the same start method.
+by which each worker ends a program that it starts; the trainer ends another process of the same start method. There a
+forkserver gets SIGTERM, as all processes do where a scheduler tells a job to stop; workers go on.
 """
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from itertools import repeat
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -84,6 +88,8 @@ def main(root: str, kind: str, context: str) -> Any:
             weight += next(batches).sum()
             if step == 10:
                 print("training", flush=True)
+                if context == "forkserver":
+                    os.kill(vars(forkserver._forkserver)["_forkserver_pid"], signal.SIGTERM)
     if kind == "ending":
         other: Any = multiprocessing.get_context(context)
         process = other.Process(target=time.sleep, args=(3600,))
