@@ -194,7 +194,8 @@ class _Walk(Visitor[bool], Collector):
             parts = list(chain.from_iterable(self.parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
             tensors, names, own = [p.tensor for p in parts], [p.name for p in parts], [p.per_rank for p in parts]
         sight = Fingerprint([names, own], (), tensors)
-        if self._add_section(key, sight, _adding(sight)) and not is_made_of_others and not others and not made:
+        self._add_section(key, sight, _adding(sight))
+        if not is_made_of_others and not others and not made:
             structure = structure_of(module)
             if structure is not None:
                 self._memo.modules[key] = KnownModule(structure, self._memo.sections[key].sight)
@@ -203,20 +204,18 @@ class _Walk(Visitor[bool], Collector):
         for name, tensor in made:
             self.add_made(tensor, name, per_rank)
 
-    def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> bool:
-        """What `add` finds, or what it found at the last pass. Returns whether it is that.
+    def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> None:
+        """What `add` finds, or what it found at the last pass.
 
         It is given a walk of its own, so that what it finds can be kept, unless that has something in common with what
         was found before it.
         """
         known = self._memo.sections.get(key)
-        is_known = known is not None and known.shows(sight)
-        if not is_known:
+        if known is None or not known.shows(sight):
             alone = _Walk(self._memo, self.owners)
             add(alone)
             self._memo.sections[key] = Section(sight, alone.findings.joined())
         self._take(key, add)
-        return is_known
 
     def _stays(self, key: tuple[str, bool], sight: Fingerprint) -> bool:
         """Whether a section is the one that was made at this sight, and its tensors lie where they lay."""
@@ -295,7 +294,8 @@ class _Walk(Visitor[bool], Collector):
             keys.append([(part.name, part.per_rank) for part in inner])
         if self.by_hand:
             add(self)
-        elif self._add_section(key, Fingerprint([names, keys, own], [*params, *optimizer.state], tensors), add):
+        else:
+            self._add_section(key, Fingerprint([names, keys, own], [*params, *optimizer.state], tensors), add)
             is_named = None not in self.findings.names_of(params)
             if entries is not None and is_named and not mixed and not taken and not own:
                 sight = self._memo.sections[key].sight

@@ -123,6 +123,14 @@ def test_nothing_is_asked_of_what_is_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [state["m"]]
 
 
+def test_the_first_pass_makes_a_state_known() -> None:
+    """It is that of the construction: the first save does not ask thousands of modules again."""
+    state, memo = make_state(), Memo()
+    check(state, memo)
+    assert memo.modules.keys() == {("m", False)}
+    assert memo.optimizers.keys() == {("o", False), ("p", False)}
+
+
 def test_state_that_another_parameter_has_now() -> None:
     """All columns stay as they were, but for the lengths of entries."""
     state, memo = make_state(), Memo()
