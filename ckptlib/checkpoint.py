@@ -234,7 +234,7 @@ def _load_step(
     generators: LoadedRng | None,
     collect_again: Callable[[], None],
 ) -> Loaded:
-    what, laps = f"loading step {source.save.step}", Laps()
+    what, laps = f"loading step {source.save.step} from {source.where}", Laps()
     whole: Mapping[str, object] = order.state
     if generators is not None:
         whole = {**order.state, RNG: generators}
@@ -265,7 +265,7 @@ def _load_step(
     def fill() -> None:
         wait_for_copies()
         wait_for_work()
-        with progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
+        with progress(what, total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 
     together_at_length(group, what, fill)

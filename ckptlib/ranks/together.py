@@ -6,6 +6,7 @@ Knows which classes of errors travel between ranks: those of ckptlib.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -88,9 +89,13 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
                 if 2 * left > group.size:
                     most_done = now
                 elif not ended and now - most_done > told_s:
-                    mine, done = group.global_rank(group.rank), group.size - left
                     log.warning(
-                        "%s: rank %d is still at it after %.0f s; %d ranks have done it", what, mine, now - began, done
+                        "%s: rank %d, on %s, is still at it after %.0f s; %d ranks have done it",
+                        what,
+                        group.global_rank(group.rank),
+                        socket.gethostname(),
+                        now - began,
+                        group.size - left,
                     )
                     told_s *= 2
         finally:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.devices import accelerator
+from ckptlib.errors import ObjectUnreadable
 from ckptlib.format.box import Box
 from ckptlib.loading.read_once import Shares, share_out
 from ckptlib.ranks.group import Group
@@ -121,3 +122,25 @@ def test_who_is_near_is_asked_once_for_all_that_the_same_ranks_saved(monkeypatch
     for found in run_ranks(2, on_rank):
         assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
     assert Asked.num == 2
+
+
+def test_what_a_rank_reads_is_told_to_those_that_wait_for_it() -> None:
+    """The path, beside its rank and host: it may be of a disk that hangs."""
+    catalog = make_root(MemoryStore())
+    save = make_save(catalog, make_generation(catalog), 1, {"t": np.zeros(4, np.float32)})
+
+    class Refuses(Committed):
+        @override
+        def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+            raise ObjectUnreadable("no answer")
+
+    def on_rank(group: Group) -> str:
+        source = Refuses(catalog, catalog.manifest(save))
+        source.where = "the disk"
+        with pytest.raises(ObjectUnreadable) as raised:
+            load_step(group, source, LoadOrder({"t": torch.zeros(4)}))
+        return str(raised.value)
+
+    told, own = sorted(run_ranks(2, on_rank))
+    assert own == "no answer"
+    assert told.startswith("loading step 1 from the disk failed on 1 of 2 ranks; on rank ")
