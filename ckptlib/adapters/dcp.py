@@ -270,7 +270,7 @@ def _next_save(
 
 
 def _tags(keep: Keep | None) -> Mapping[str, str] | None:
-    return REPLACES if keep is not None and replace(keep, grace=REPLACED.grace) == REPLACED else None
+    return REPLACES if isinstance(keep, Keep) and replace(keep, grace=REPLACED.grace) == REPLACED else None
 
 
 def _is_replaced(catalog: Catalog, save: SaveId) -> bool:

@@ -263,6 +263,11 @@ def test_who_says_once_that_one_step_stays_need_not_say_it_again(tmp_path: Path)
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "last")] == [5]
 
 
+def test_a_number_of_steps_to_keep_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"keep=3: expected Keep, such as Keep\(last=3\)"):
+        dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run/step-1", keep=3)  # type: ignore[arg-type]
+
+
 def test_a_step_whose_record_is_lost_may_be_of_a_run(tmp_path: Path) -> None:
     """Nothing tells whether it is to be kept; whoever says it need not have the record."""
     where = tmp_path / "last"
