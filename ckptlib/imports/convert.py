@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from ckptlib.imports.unfinished import IMPORTED, SOURCE, Unfinished
 from ckptlib.loading.progress import progress
 from ckptlib.loading.reader import Reader
 from ckptlib.policy.codec import AUTO, RAW, Asked, CodecRules
+from ckptlib.policy.patterns import patterns_of
 from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
 from ckptlib.saving.session import Session
@@ -73,8 +74,8 @@ def convert(
     url: str | Path,
     *,
     step: int | None = None,
-    only: str | Sequence[str] = (),
-    skip: str | Sequence[str] = (),
+    only: str | Collection[str] = (),
+    skip: str | Collection[str] = (),
     params: Mapping[str, Sequence[str]] | None = None,
     tie: Mapping[str, str] | None = None,
     codec: Asked = AUTO,
@@ -106,13 +107,14 @@ def convert(
         raise FormatError(f"{source}: an import reads files of this machine; copy them here first")
     path = Path(source)
     known = format_of(path)
-    foreign = Foreign(known.name, _several(only), _several(skip), params or {})
+    names, unwanted = sorted(patterns_of("only", only)), sorted(patterns_of("skip", skip))  # a set has no order
+    foreign = Foreign(known.name, names, unwanted, params or {})
     known.read(path, foreign)
     _tie(foreign, tie or {})
     foreign.check_params()
     flat = foreign.flat
     number = checked_step(step if step is not None else foreign.step or 0)
-    identity = unfinished.identity_of(path, only, skip, params, tie, codec)
+    identity = unfinished.identity_of(path, names, unwanted, params, tie, codec)
     settings = Settings(
         url=absolute(url),
         options=storage_options or {},
@@ -159,10 +161,6 @@ def _tie(foreign: Foreign, tie: Mapping[str, str]) -> None:
                 f"tie= names {first!r}, to which {name!r} is to be tied; the source does not have a tensor of that name"
             )
         foreign.add_alias(name, first)
-
-
-def _several(given: str | Sequence[str]) -> Sequence[str]:
-    return [given] if isinstance(given, str) else given
 
 
 def _nbytes(flat: Flat) -> int:

@@ -17,6 +17,9 @@ from torch import nn
 from typing_extensions import override
 
 import ckptlib
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.imports.unfinished import SOURCE
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import write_plan
 
 
@@ -294,6 +297,19 @@ def test_only_and_skip(tmp_path: Path) -> None:
     report = ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", only="model", skip="*/bias")
     assert report.tensors == 1
     assert report.left_out == ("ema/bias", "ema/weight", "model/bias", "x")
+    with pytest.raises(TypeError, match=r"skip=<.*: expected names or patterns"):
+        ckptlib.convert(tmp_path / "c.pt", tmp_path / "other", skip=iter(["model", "x"]))  # type: ignore[arg-type]
+
+
+def test_names_in_another_order_are_the_same_import(tmp_path: Path) -> None:
+    """A set of them has another order in each process; a killed import is to go on all the same."""
+    torch.save({"model": nn.Linear(2, 2).state_dict(), "ema": nn.Linear(2, 2).state_dict()}, tmp_path / "c.pt")
+    found = set()
+    for name, only in (("a", ["model", "ema"]), ("b", ["ema", "model"]), ("c", {"model", "ema"})):
+        ckptlib.convert(tmp_path / "c.pt", tmp_path / name, only=only)
+        catalog = Catalog(LocalStore(str(tmp_path / name)))
+        found.add(catalog.generation(catalog.saves()[0].generation).tags[SOURCE])
+    assert len(found) == 1
 
 
 def test_a_later_step_of_a_run_is_not_imported_behind_it(tmp_path: Path) -> None:
