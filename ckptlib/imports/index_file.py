@@ -45,7 +45,8 @@ def index_of(directory: Path, pattern: str) -> Path | None:
     which transformers would take: either may be of an earlier save."""
     found = sorted(directory.glob(pattern))
     if len(found) > 1:
-        raise FormatError(f"{directory}: has {len(found)} indexes; give a path that has only the one that is meant")
+        names = ", ".join(index.name for index in found)
+        raise FormatError(f"{directory}: has several indexes ({names}); give a path that has only the one that is meant")
     if not found:
         return None
     whole = directory / found[0].name.removesuffix(SUFFIX)
