@@ -46,7 +46,7 @@ def index_of(directory: Path, pattern: str) -> Path | None:
     found = sorted(directory.glob(pattern))
     if len(found) > 1:
         names = ", ".join(index.name for index in found)
-        raise FormatError(f"{directory}: has several indexes ({names}); give a path that has only the one that is meant")
+        raise FormatError(f"{directory}: has several indexes ({names}); give a path that has only the one meant")
     if not found:
         return None
     whole = directory / found[0].name.removesuffix(SUFFIX)
