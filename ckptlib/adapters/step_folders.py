@@ -154,12 +154,11 @@ class StepFolders:
             root = catalog.root()
         except CheckpointNotFound:
             return
-        generation = catalog.next_generation()
-        others = OtherSlots(root.id, generation, searched(self._arena))
+        others = OtherSlots(root.id, catalog.next_generation(), searched(self._arena))
         deadline = time.monotonic() + ORPHANS_TIMEOUT_S
         while others.under_way() and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        finish_saves(catalog, generation)
+        finish_saves(catalog, catalog.next_generation())  # now above theirs, whose records are put by now
 
     def draft(self, name: str, save: SaveId, write: Callable[[Path], object] | None = None) -> Path:
         """A new directory for the files of a checkpoint, which nobody takes for one yet.

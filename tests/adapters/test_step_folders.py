@@ -18,8 +18,10 @@ import ckptlib
 from ckptlib.adapters.step_folders import POINTER, ROOT, StepFolders, step_of
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin
+from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
+from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.stores import open_store
 
 
@@ -267,6 +269,33 @@ def test_what_a_kill_leaves(tmp_path: Path) -> None:
     second.settle()
     second.close()
     assert names(tmp_path) == [".mine.part", "checkpoint-1"]
+    assert steps_of(tmp_path) == [1]
+
+
+def test_what_a_first_job_still_wrote_when_the_next_one_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record came then, and its parts, and nobody had committed the step: no other process shares its number."""
+    first, saved = make(tmp_path), save(tmp_path, 1)
+    first.draft("checkpoint-1", saved)
+    first.let_go()
+    close_sessions()
+    (tmp_path / ROOT / f"steps/{saved}.json").unlink()
+    records = [path for path in tmp_path.rglob(f"{saved.generation}*.json") if path.parent.name == "generations"]
+    for path in records:
+        path.rename(path.with_suffix(".late"))
+
+    def writes_yet(self: object) -> list[Path]:
+        late = [path for path in records if not path.exists()]
+        for path in late:
+            path.with_suffix(".late").rename(path)
+        return late
+
+    monkeypatch.setattr(OtherSlots, "under_way", writes_yet)
+    monkeypatch.setattr(keys, "new_nonce", lambda: "0" * 8)  # below theirs
+    second = make(tmp_path)
+    second.settle()
+    second.close()
+    assert records
+    assert names(tmp_path) == ["checkpoint-1"]
     assert steps_of(tmp_path) == [1]
 
 
