@@ -436,8 +436,11 @@ def test_only_old_remains_are_cleaned(files: Path) -> None:
     for name, age_s in ((f"1-{'0' * 16}", 1000), (f"2-{'f' * 16}", 0)):
         (files / ".tmp" / name).write_bytes(b"half a pack")
         os.utime(files / ".tmp" / name, (time.time() - age_s,) * 2)
+    link = files / ".tmp" / f"3-{'0' * 16}"
+    link.symlink_to(files / "a")  # nothing that an upload makes
+    os.utime(link, (time.time() - 1000,) * 2, follow_symlinks=False)
     store.clean(time.time() - 500, lambda key: False)
-    assert temp_files(files) == [f"2-{'f' * 16}"]
+    assert sorted(temp_files(files)) == [f"2-{'f' * 16}", link.name]
     assert store.get("a") == b"kept"
 
 
