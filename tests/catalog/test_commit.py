@@ -164,6 +164,21 @@ def test_a_step_that_another_one_has_told_of_stays_whole_where_a_name_in_it_cann
     assert committer.commit_when_whole(save, 2, seconds(60)).save == save
 
 
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_of_two_whole_snapshots_of_one_step_the_newest_counts(newest_first: bool) -> None:
+    """One that lacks a rank does not, however new; and both orders of names come, as attempts are drawn."""
+    save = SaveId(10, GenerationId(1, "00000001"))
+    whole, half = {7: "1" * 8, 8: "2" * 8}, (9, "3" * 8)
+    names = {
+        rank: [PartName(save, rank, attempt, "0" * 32, "0" * 32, compared(number)) for number, attempt in whole.items()]
+        for rank in (0, 1)
+    }
+    names[0].append(PartName(save, 0, half[1], "0" * 32, "0" * 32, compared(half[0])))
+    found = {rank: some[::-1] if newest_first else some for rank, some in names.items()}
+    chosen, missing = commit.choose_parts(found, 2)
+    assert ([name.attempt for name in chosen], missing) == ([whole[8]] * 2, [])
+
+
 def test_the_size_of_a_step_is_known_where_the_names_of_parts_do_not_tell_it(store: Store, catalog: Catalog) -> None:
     """As those do not that an earlier version has put."""
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
