@@ -1,15 +1,19 @@
-"""What a rank that does not commit is told of a step that another one has committed."""
+"""What a trainer is told of a commit, its own rank's or another one's, and what is left of one that failed."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from helpers.flushed import note_flushes
 from support import make_generation, make_root, put_parts, state
 
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.channel import Channel
@@ -26,14 +30,32 @@ def test_it_is_told_of_a_step_whose_name_is_durable(tmp_path: Path, monkeypatch:
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
     Committer(catalog).commit(save, names)
     flushed = note_flushes(monkeypatch)
+    with commits_of(catalog, 1) as (commits, heard):
+        commits.put_wait(save, 60.0)
+        commits.finish()
+        assert [event["event"] for event in heard.receive(0)] == ["committed"]
+    assert flushed == {f"{tmp_path}/steps", str(tmp_path)}, "the directory may be as new"
+
+
+def test_a_save_whose_commit_failed_is_under_way_no_longer(tmp_path: Path) -> None:
+    """Else a full store would be given room for ever as if that one might still come to need what was dropped."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    save, _ = put_parts(catalog, make_generation(catalog), 10, state(10), 1)
+    with commits_of(catalog, 0, deadline_s=0.0) as (commits, heard):
+        commits.expect(save)
+        commits.put(save, time.monotonic())
+        commits.finish()
+        assert [event["event"] for event in heard.receive(0)] == ["failed"]
+        assert commits._undecided == {}
+
+
+@contextmanager
+def commits_of(catalog: Catalog, rank: int, deadline_s: float = 60.0) -> Iterator[tuple[Commits, Channel]]:
+    """Of one rank of two, and what its trainer hears."""
     left, right = socket.socketpair()
     with left, right:
         channel, trainer = Channel(right), Trainer(os.getpid())
-        trainer.deadline_s = 60.0
+        trainer.deadline_s = deadline_s
         watchdog = Watchdog(Requests(), 60.0, lambda work, request: None, lambda work, request: None)
-        failures = Failures(channel, catalog.shared, 1, watchdog.slack_s)
-        commits = Commits(channel, trainer, watchdog, failures, catalog, 2, None, None)
-        commits.put_wait(save, 60.0)
-        commits.finish()
-        assert [event["event"] for event in Channel(left).receive(0)] == ["committed"]
-    assert flushed == {f"{tmp_path}/steps", str(tmp_path)}, "the directory may be as new"
+        failures = Failures(channel, catalog.shared, rank, watchdog.slack_s)
+        yield Commits(channel, trainer, watchdog, failures, catalog, 2, None, None), Channel(left)
