@@ -21,7 +21,7 @@ from ckptlib import api
 from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
 from ckptlib.adapters.trainer_callback import outlast
-from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of
+from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of, weights_of
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import by_rank_0
@@ -166,7 +166,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _load_model(self, checkpoint: str, save: SaveId, model: torch.nn.Module) -> None:
         root = self._root_of(checkpoint)
-        api.load(root, {"model": model}, str(save), only="model", storage_options=self._storage_options)
+        api.load(root, {"model": weights_of(model)}, str(save), only="model", storage_options=self._storage_options)
 
     # Where things are
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 
 from ckptlib.adapters.step_folders import ROOT, step_of
-from ckptlib.adapters.trainer_run import PREFIX, TrainerRun, checkpoints_in
+from ckptlib.adapters.trainer_run import PREFIX, TrainerRun, checkpoints_in, weights_of
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.data.worker_signals import outlasting
 from ckptlib.errors import CkptError
@@ -120,7 +120,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
             _get_output_dir=lambda trial: args.output_dir,
         )
         optim = getattr(seen["optimizer"], "optimizer", seen["optimizer"])
-        saved = {"model": seen["model"], "optim": optim, "sched": seen["lr_scheduler"]}
+        saved = {"model": weights_of(seen["model"]), "optim": optim, "sched": seen["lr_scheduler"]}
         self._run = TrainerRun(trainer, saved, self._root, self._options)
         outlast(seen["train_dataloader"])
         self._owes_random = state.global_step > 0 and self._resume(self._run, args, int(state.global_step))

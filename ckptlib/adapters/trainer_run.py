@@ -345,13 +345,21 @@ def state_of(trainer: Any) -> dict[str, object]:
             f"hub_strategy={str(trainer.args.hub_strategy)!r}: checkpoint-N has no weights to be pushed at each save; "
             "use hub_strategy='end'"
         )
-    state: dict[str, object] = {"model": trainer.model}
+    state: dict[str, object] = {"model": weights_of(trainer.model)}
     if trainer.args.save_only_model:
         return state
     state["optim"] = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     state["sched"] = trainer.lr_scheduler
     scaler = getattr(trainer.accelerator, "scaler", None)
     return state if scaler is None else {**state, "scaler": scaler}
+
+
+def weights_of(model: Any) -> object:
+    """What is saved of a model. Of one that bitsandbytes has quantized, what is trained, as in Trainer's own files: no
+    load could fill the rest in place, which is frozen, and `from_pretrained` makes it."""
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return model
 
 
 def write_files(trainer: Any, folder: Path) -> None:

@@ -1,0 +1,89 @@
+"""Adapters on a base that bitsandbytes has quantized (QLoRA): what is trained comes back, and the base is not saved.
+
+A stand-in for the base, whose weight is of a class that nobody can take apart, as Int8Params and Params4bit are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+from helpers.same import same
+from torch import nn
+
+import ckptlib
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
+
+from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin  # noqa: E402
+
+STEPS = 5
+
+
+class Packed(torch.Tensor):
+    """Bytes, and what they mean beside them."""
+
+
+class Adapted(nn.Module):
+    is_loaded_in_4bit = True
+    _keys_to_ignore_on_save = None  # which Trainer asks of the models of transformers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.arange(16, dtype=torch.uint8).as_subclass(Packed), requires_grad=False)
+        self.down, self.drop, self.up = nn.Linear(4, 2), nn.Dropout(0.2), nn.Linear(2, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        base = self.base.as_subclass(torch.Tensor).reshape(4, 4).float()
+        return {"loss": (x @ base + self.up(self.drop(self.down(x)))).square().mean()}
+
+
+class Ours(CkptlibTrainerMixin, transformers.Trainer):  # type: ignore[misc,name-defined]
+    pass
+
+
+class Stopped(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """An error in step 4: the checkpoint is of step 3."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **seen: Any) -> None:
+        if state.global_step == 4:
+            raise RuntimeError("as asked")
+
+
+def trained(out: Path, whose: str, seed: int = 0, stopped: bool = False) -> dict[str, torch.Tensor]:
+    """What is trained, at the end."""
+    torch.manual_seed(seed)
+    saves = CkptlibCallback(every=3)
+    args = transformers.TrainingArguments(
+        str(out),
+        max_steps=STEPS,
+        save_steps=3,
+        save_strategy="steps" if whose == "mixin" else "no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    kind = Ours if whose == "mixin" else transformers.Trainer
+    data = [{"x": torch.full((4,), float(i))} for i in range(8 * STEPS)]
+    before = [Stopped()] if stopped else []
+    trainer = kind(Adapted(), args, train_dataset=data, callbacks=[saves, *before] if whose == "callback" else before)
+    try:
+        found = {"mixin": lambda: trainer.last_checkpoint(), "callback": lambda: saves.last_checkpoint(args)}
+        trainer.train(resume_from_checkpoint=found.get(whose, lambda: None)())
+    finally:
+        close_sessions()
+        saves._run = None if saves._run is None else saves._run.let_go()
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters() if param.requires_grad}
+
+
+@pytest.mark.parametrize("whose", ["mixin", pytest.param("callback", marks=pytest.mark.slow)])
+def test_what_is_trained_comes_back(tmp_path: Path, whose: str) -> None:
+    whole = trained(tmp_path / "whole", "theirs")
+    with pytest.raises(RuntimeError, match="as asked"):
+        trained(tmp_path / "run", whose, stopped=True)
+    assert same(trained(tmp_path / "run", whose, seed=1), whole)
+    root = tmp_path / "run" / "ckptlib"
+    assert ckptlib.read(root, STEPS, only="model")["model"].keys() == whole.keys()
