@@ -257,8 +257,8 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; save its parts")
     if tensor.is_meta:
         raise UnsupportedState(
-            f"{name}: is on the meta device and has no memory. Call to_empty(device=...) of its module first, or make "
-            "the tensor with torch.empty(..., device=...); ckptlib.load alone gives a module's tensors memory"
+            f"{name}: is on the meta device and has no memory. Call to_empty(device=...) of its module and initialize "
+            "it, or make the tensor with torch.empty(..., device=...); ckptlib.load alone gives a module's tensors memory"
         )
     refuse_freed(tensor, name)
     if not _is_known(tensor.dtype):

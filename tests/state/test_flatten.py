@@ -398,7 +398,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr; save its parts"),
     "quantized": (quantized, "quantized; save its parts"),
     "nested": (nested, "nested; save its parts"),
-    "meta": (lambda: torch.empty(3, device="meta"), "meta device and has no memory"),
+    "meta": (lambda: torch.empty(3, device="meta"), r"has no memory\. Call to_empty\(.*and initialize it"),
     "freed": (lambda: freed(torch.ones(3)), "x: its memory was freed"),
     "freed, by hand": (lambda: Sharded(freed(torch.ones(3)), (0,), (3,)), "x: its memory was freed"),
     "lazy": (lambda: nn.LazyLinear(3), "x/weight: is not initialised yet; run one forward pass"),
