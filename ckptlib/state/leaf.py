@@ -258,7 +258,7 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_meta:
         raise UnsupportedState(
             f"{name}: is on the meta device and has no memory. Call to_empty(device=...) of its module and initialize "
-            "it, or make the tensor with torch.empty(..., device=...); ckptlib.load alone gives a module's tensors memory"
+            "it, or make the tensor by torch.empty(..., device=...). Only ckptlib.load gives a module's tensors memory"
         )
     refuse_freed(tensor, name)
     if not _is_known(tensor.dtype):
