@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from support import ROOT_ID
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.local_disk import part_there
+from ckptlib.format.check import compared
 from ckptlib.policy.tier import LocalTier
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.drain import Drain, Pace
@@ -56,8 +58,12 @@ def save_as_an_import(job: Job) -> None:
     commit(job)
 
 
+def tier_of(job: Job) -> Tier:
+    return Tier(LocalTier(Path(job.disk.url.removeprefix("file://")), None, 1), job.store, 0, ROOT_ID)
+
+
 def save_on_the_disk(job: Job) -> None:
-    tier = Tier(LocalTier(Path(job.disk.url.removeprefix("file://")), None, 1), job.store, 0, ROOT_ID)
+    tier = tier_of(job)
     if tier.persisted(job.snapshot, job.step_saved) is None:
         persister = Persister(job.disk, ThreadPoolExecutor(1), 0, 1, drained=tier.parents)
         persister.persist(job.snapshot, job.step_saved)
@@ -114,3 +120,13 @@ def check(job: Job, where: str) -> None:
     assert name is not None
     job.catalog, job.store = catalog, catalog.store
     job.check(catalog.part(name), ARRAYS)
+
+
+def test_the_part_of_another_snapshot_of_the_step_is_not_taken_over(tmp_path: Path) -> None:
+    """As where the step was snapshotted again since: its other ranks have the newer one."""
+    job = Job(tmp_path / "job")
+    save_on_the_disk(job)
+    assert tier_of(job).persisted(job.snapshot, job.step_saved) is not None
+    job.snapshot.write_header(replace(job.snapshot.read_header(), check=compared(8)))
+    assert tier_of(job).persisted(job.snapshot, job.step_saved) is None
+    job.snapshot.unlink()
