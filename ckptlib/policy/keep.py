@@ -57,7 +57,8 @@ class Keep:
     """The newest ones; at least 1."""
     every: int | None = None
     """The first save from each multiple of this on: the multiple itself, if it was saved. A save that was taken a few
-    steps after it was due stays as well, and so does one in each `every` steps where a time says when to save."""
+    steps after it was due stays as well, and so does one in each `every` steps where a time says when to save. Of what
+    was saved before the first multiple, step 0 alone."""
     grace: timedelta = GRACE
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
     it for bytes whose time has come. Where the store is full, they go after five minutes."""
