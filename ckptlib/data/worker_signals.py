@@ -92,8 +92,8 @@ def have_forkserver_outlast() -> None:
         return
     from multiprocessing.forkserver import _forkserver
 
-    imports: list[str] = vars(_forkserver)["_preload_modules"]  # there is but a function to replace them
-    if PRELOADED not in imports:
+    imports: list[str] | None = vars(_forkserver).get("_preload_modules")  # there is but a function to replace them
+    if imports is not None and PRELOADED not in imports:
         multiprocessing.set_forkserver_preload([*imports, PRELOADED])
 
 
