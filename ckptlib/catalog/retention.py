@@ -290,6 +290,8 @@ def _drop(
     be about to delete the manifest, and the record is what tells whoever pinned the step.
     """
     spared: set[SaveId] = set()
+    if saves:  # those that stay may not be durable: who put the newest died before that, or was refused it
+        catalog.store.flush(keys.STEPS)
     catalog.warm_stands(saves)
     for some in _batches(saves):
         _check_may_delete(catalog, generation)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.flushed import ForgetfulDisk, Killed
 from support import (
     age,
     all_keys,
@@ -27,12 +29,13 @@ from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import Sweep, drop, sweep
-from ckptlib.errors import CorruptData, Superseded
+from ckptlib.errors import CorruptData, StoreError, Superseded
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 
 HOUR_S = 3600.0
@@ -152,6 +155,30 @@ def test_the_first_step_from_each_multiple_on_stays(store: Store, catalog: Catal
             store.delete(*(entry.key for entry in store.scan("packs/") if str(save) in entry.key))
     sweep(catalog, Keep(last=2, every=300), generation)
     assert [save.step for save in catalog.saves()] == [300, 605, 900, 950, 1100]
+
+
+def test_a_step_is_durable_before_those_go_that_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its committer may have died before it was, or have failed to flush it, and a sweep drops what came before."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1))
+    save, names = put_parts(catalog, generation, 2, state(2))
+    manifest, power = Committer(catalog).manifest_of(save, names), ForgetfulDisk(monkeypatch)
+    power.links_left = 1
+
+    def refuse(self: LocalStore, prefix: str) -> None:
+        raise StoreError(f"{prefix} cannot be flushed")
+
+    with pytest.raises(Killed):
+        catalog.store.put(save.manifest_key, manifest.encode())
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "flush", refuse)
+        with pytest.raises(StoreError):
+            sweep(catalog, Keep(last=1), None)
+        assert not catalog.store.scan(keys.TRASH)
+    assert steps(sweep(catalog, Keep(last=1), None).dropped) == [1]
+    power.lose_power()
+    assert catalog.saves() == [save]
 
 
 def test_an_interrupted_drop_starts_its_grace_period_anew(store: Store, catalog: Catalog) -> None:
