@@ -74,7 +74,7 @@ def convert(
     url: str | Path,
     *,
     step: int | None = None,
-    only: str | Collection[str] = (),
+    only: str | Collection[str] | None = None,
     skip: str | Collection[str] = (),
     params: Mapping[str, Sequence[str]] | None = None,
     tie: Mapping[str, str] | None = None,
@@ -107,7 +107,8 @@ def convert(
         raise FormatError(f"{source}: an import reads files of this machine; copy them here first")
     path = Path(source)
     known = format_of(path)
-    names, unwanted = sorted(patterns_of("only", only)), sorted(patterns_of("skip", skip))  # a set has no order
+    names = [] if only is None else sorted(patterns_of("only", only))  # a set has no order
+    unwanted = sorted(patterns_of("skip", skip))
     foreign = Foreign(known.name, names, unwanted, params or {})
     known.read(path, foreign)
     _tie(foreign, tie or {})

@@ -297,6 +297,8 @@ def test_only_and_skip(tmp_path: Path) -> None:
     report = ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", only="model", skip="*/bias")
     assert report.tensors == 1
     assert report.left_out == ("ema/bias", "ema/weight", "model/bias", "x")
+    report = ckptlib.convert(tmp_path / "c.pt", tmp_path / "all", only=None)
+    assert report.left_out == (), "as every load has it"
     with pytest.raises(TypeError, match=r"skip=<.*: expected names or patterns"):
         ckptlib.convert(tmp_path / "c.pt", tmp_path / "other", skip=iter(["model", "x"]))  # type: ignore[arg-type]
 
