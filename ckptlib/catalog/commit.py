@@ -33,6 +33,7 @@ from ckptlib.errors import (
     SaveFailed,
     StoreDenied,
     StoreFull,
+    Superseded,
     UnsupportedState,
 )
 from ckptlib.format import keys
@@ -384,6 +385,8 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
             return False
         # By a new one, which reads all of them: nobody is left who knows whether these parts are whole.
         Committer(catalog).commit(save, names, left=True)
+    except Superseded:  # no second job, of which the error warns: this one has gone back, or on without the save
+        return False
     except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
         log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
         return False  # damaged or incomplete: it never existed, and retention will sweep it

@@ -454,11 +454,12 @@ def test_finish_commits_all_that_a_job_may_go_on_from(store: Store, catalog: Cat
     assert before not in Catalog(store).saves(), "a job goes on from the newest step"
 
 
-def test_finish_leaves_alone_what_was_superseded(catalog: Catalog) -> None:
+def test_finish_leaves_alone_what_was_superseded(catalog: Catalog, caplog: pytest.LogCaptureFixture) -> None:
     """Its step would lie behind the head of history, or before a generation that went another way."""
     put_parts(catalog, make_generation(catalog, 1), 20, state(20))
     make_generation(catalog, 2)
     assert finish_saves(catalog, catalog.next_generation()) == []
+    assert not caplog.text, "there is no second job that is to be stopped"
 
 
 def test_finish_leaves_alone_what_began_in_another_root(store: Store, catalog: Catalog) -> None:
