@@ -147,7 +147,7 @@ class Snapshots:
         """Takes note of the snapshots that have come to their end."""
         while self._unsettled and self._unsettled[0].settled:
             begun = self._unsettled.popleft()
-            self._sent = begun.replicas or self._sent
+            self._sent = begun.replicas
             self.own.note(begun.step, begun.held)
             if begun.staging is not None:
                 if begun.ready:

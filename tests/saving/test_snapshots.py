@@ -69,10 +69,10 @@ class Job:
     def has_room(self) -> bool:
         return self.snapshots.needs_held() <= self.snapshots.held_by_all
 
-    def begin(self, again: bool = False) -> Staging:
+    def begin(self, again: bool = False, persists: bool = False) -> Staging:
         """Of the next step, or of the same once more."""
         self._steps += not again
-        return begun(self.snapshots, self._steps, persists=False, slot=self.snapshots.take_slot(4096))
+        return begun(self.snapshots, self._steps, persists, slot=self.snapshots.take_slot(4096))
 
     def settle(self, staging: Staging) -> None:
         """On all ranks."""
@@ -143,6 +143,31 @@ def test_a_snapshot_that_counts_once_its_record_is_there_keeps_its_slot(job: Job
         job.settle(others[-1])
         others.append(job.begin())
     assert first.slot not in [other.slot for other in others]
+
+
+def test_without_a_record_what_another_rank_lacks_is_on_its_way_no_more(job: Job) -> None:
+    """It will never count, so it takes no room of the next one."""
+    on_their_way = [job.begin(), job.begin(), job.begin()]
+    seal(on_their_way.pop(0))
+    job.snapshots.poll()
+    assert not job.has_room()
+    job.snapshots.note_all(NONE, latest_since=2, settled=1)
+    assert job.has_room()
+    for staging in on_their_way:
+        job.settle(staging)
+
+
+def test_a_rank_has_a_slot_more_only_while_its_writer_keeps_one(job: Job) -> None:
+    """Each is as large as the state."""
+    arena = job.snapshots.arena
+    job.settle(job.begin())
+    job.snapshots.make_room()
+    arena.await_made()
+    assert len(arena.slots) == 1
+    job.settle(job.begin(persists=True))
+    job.snapshots.make_room()
+    arena.await_made()
+    assert len(arena.slots) == 3
 
 
 @pytest.mark.parametrize("error", [None, NoRoom("full")])

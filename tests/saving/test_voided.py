@@ -27,7 +27,11 @@ def voided(job: Job, ckpt: ckptlib.Checkpointer) -> str:
     pending = ckpt.save(1)
     pending.wait_staged(WAIT_S)
     until(lambda: poll(ckpt) or not snapshots_of(ckpt).settling)
+    called: list[ckptlib.Pending] = []
+    pending.add_done_callback(called.append)
     assert session_of(ckpt).outcomes.forget(pending.save, ReplicasDiffer("as planned"))
+    assert pending.done()
+    assert called == [pending]
     forget_last_save(ckpt)
     assert snapshots_of(ckpt).persisting_saves == [str(pending.save)]
     return str(pending.save)
