@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import num_failures, refuse_slots, writer_of
+from helpers.interrupted import interrupted_at
 from helpers.moody import Moody
 from helpers.refused import refused_pwrite
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
@@ -315,6 +316,19 @@ def a_state_dict_that_raises_on_one_rank(url: Path) -> None:
     found = torch.zeros(3)
     ckptlib.load(url, {"w": found}, strict=False)
     assert torch.equal(found, state["w"])
+
+
+def a_step_that_one_rank_does_again(url: Path) -> None:
+    """Its `after_step` was interrupted there before the word for it was acted upon; the others had that word."""
+    with checkpointer(url, {"w": torch.zeros(3)}, every=2) as ckpt:
+        ckpt.after_step(1)
+        if rank() == 1:
+            with interrupted_at("Stopwatch.begin_step"):
+                ckpt.after_step(2)
+        for step in (2, 3, 4):
+            ckpt.after_step(step)
+        ckpt.save(4).wait_committed(PATIENCE_S)
+    assert committed(url)[-1] == 4
 
 
 def a_state_dict_that_raises_behind_a_save(url: Path) -> None:
