@@ -91,13 +91,11 @@ class Commits:
         if again:
             self.committer.doubt(save)
         left, usual_s = partial(self._trainer.seconds_left, began), time.monotonic() - began
-        commit = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
+        once = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
+        commit = partial(self._once_more, save, once)
         try:
             with self._watchdog.work("commit", save, max(began + self._trainer.deadline_s, time.monotonic())):
-                if self._tier is not None:
-                    manifest = self._tier.commit(save, commit, left)
-                else:
-                    manifest = self._once_more(save, commit)
+                manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
             in_doubt = self.committer.may_have_put(save)
             self._failures.give_up(save, error, in_doubt, is_put=True)  # but the others wait for the step

@@ -157,4 +157,4 @@ class OwnShares:
         self._tier.settle(save)
         if drains:
             self._tier.jobs.put(partial(self._failures.publish, save, describe(error)))
-        self._failures.report(save, error)
+        self._failures.report(save, error, in_doubt=self._persister.parts.may_have_put(save))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -11,15 +12,17 @@ from pathlib import Path
 
 import pytest
 from helpers.flushed import note_flushes
-from support import make_generation, make_root, put_parts, state
+from support import ROOT_ID, make_generation, make_root, put_parts, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.policy.tier import LocalTier
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.commits import Commits
 from ckptlib.writer.failures import Failures
 from ckptlib.writer.requests import Requests
+from ckptlib.writer.tier import Tier
 from ckptlib.writer.trainer import Trainer
 from ckptlib.writer.watchdog import Watchdog
 
@@ -49,8 +52,33 @@ def test_a_save_whose_commit_failed_is_under_way_no_longer(tmp_path: Path) -> No
         assert commits._undecided == {}
 
 
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_a_manifest_is_asked_for_once_more_where_a_full_disk_did_not_flush_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tier: bool
+) -> None:
+    catalog, fsync = make_root(LocalStore(str(tmp_path / "root"))), os.fsync
+    save, _ = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    failing = [True]
+
+    def full(fd: int) -> None:
+        if failing and os.readlink(f"/proc/self/fd/{fd}") == f"{tmp_path}/root/steps":
+            failing.clear()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    tier = Tier(LocalTier(tmp_path / "disk", None, 1), catalog.store, 0, ROOT_ID) if has_tier else None
+    with commits_of(catalog, 0, tier=tier) as (commits, heard):
+        commits.put(save, time.monotonic())
+        commits.finish()
+        assert [event["event"] for event in heard.receive(0)] == ["committed"]
+    assert not failing
+
+
 @contextmanager
-def commits_of(catalog: Catalog, rank: int, deadline_s: float = 60.0) -> Iterator[tuple[Commits, Channel]]:
+def commits_of(
+    catalog: Catalog, rank: int, deadline_s: float = 60.0, tier: Tier | None = None
+) -> Iterator[tuple[Commits, Channel]]:
     """Of one rank of two, and what its trainer hears."""
     left, right = socket.socketpair()
     with left, right:
@@ -58,4 +86,4 @@ def commits_of(catalog: Catalog, rank: int, deadline_s: float = 60.0) -> Iterato
         trainer.deadline_s = deadline_s
         watchdog = Watchdog(Requests(), 60.0, lambda work, request: None, lambda work, request: None)
         failures = Failures(channel, catalog.shared, rank, watchdog.slack_s)
-        yield Commits(channel, trainer, watchdog, failures, catalog, 2, None, None), Channel(left)
+        yield Commits(channel, trainer, watchdog, failures, catalog, 2, None, tier), Channel(left)

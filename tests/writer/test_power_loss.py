@@ -6,10 +6,15 @@ read by the parts, each chunk with its digest.
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +25,14 @@ from support import ROOT_ID
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.local_disk import part_there
+from ckptlib.errors import StoreError
 from ckptlib.format.check import compared
 from ckptlib.policy.tier import LocalTier
 from ckptlib.stores.local import LocalStore
+from ckptlib.writer.channel import Channel
 from ckptlib.writer.drain import Drain, Pace
+from ckptlib.writer.failures import Failures
+from ckptlib.writer.own_shares import OwnShares
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.tier import Tier
 
@@ -130,3 +139,34 @@ def test_the_part_of_another_snapshot_of_the_step_is_not_taken_over(tmp_path: Pa
     job.snapshot.write_header(replace(job.snapshot.read_header(), check=compared(8)))
     assert tier_of(job).persisted(job.snapshot, job.step_saved) is None
     job.snapshot.unlink()
+
+
+@pytest.mark.parametrize(("refused", "in_doubt"), [("/disk/.tmp/", None), ("/disk/parts/", True)])
+def test_a_part_on_a_disk_that_did_not_flush_its_name_may_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, in_doubt: bool | None
+) -> None:
+    """So nobody is told that the step never comes back; of one whose packs are not there, they are."""
+    job, fsync = Job(tmp_path / "job"), os.fsync
+    tier, save = tier_of(job), job.step_saved
+    persister = Persister(job.disk, ThreadPoolExecutor(1), 0, 1, drained=tier.parents)
+
+    def fail(fd: int) -> None:
+        if refused in f"{os.readlink(f'/proc/self/fd/{fd}')}/":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(StoreError) as error:
+            persister.persist(job.snapshot, save)
+    tier.open(60.0, lambda *told: None)
+    unused: Any = SimpleNamespace(forget=lambda *told: None)
+    left, right = socket.socketpair()
+    with left, right:
+        channel, catalog = Channel(right), Catalog(job.store)
+        failures = Failures(channel, catalog.shared, 0, 1.0)
+        own = (channel, unused, unused, failures, catalog, 0, unused, unused, persister, tier, unused)
+        OwnShares(*own).fail(save, error.value, drains=False)
+        (told,) = Channel(left).receive(0)
+    assert (told["event"], told.get("in_doubt")) == ("failed", in_doubt)
+    assert (part_there(Catalog(job.disk), save, 0) is not None) == bool(in_doubt)
