@@ -73,6 +73,11 @@ def is_asking(pending: ckptlib.Pending) -> bool:
     return pending._outcome.watches > 0
 
 
+def lose_notices(ckpt: ckptlib.Checkpointer) -> None:
+    """As where the store of the ranks is gone with its host."""
+    session_of(ckpt).news._notices._lose(RuntimeError("as planned"))
+
+
 def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:
     """Takes in what the writer and the staging thread have said, and waits so long for more."""
     session_of(ckpt).outcomes.poll(seconds)

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
-from helpers.inside import forget_last_save, is_asking, num_wanted, poll, writer_of
-from workers.rank_cases import PATIENCE_S, checkpointer, rank, run_cases
+from helpers.inside import forget_last_save, is_asking, lose_notices, num_wanted, poll, writer_of
+from workers.rank_cases import PATIENCE_S, checkpointer, committed, rank, run_cases
 
 import ckptlib
 from ckptlib.errors import SaveFailed
@@ -120,6 +120,29 @@ def test_a_rank_is_told_of_its_own_disk_behind_the_word_that_rank_0_has_given_up
         forget_last_save(ckpt)
 
 
+def test_what_a_rank_has_asked_is_answered_though_its_own_share_is_done_meanwhile(directory: Path) -> None:
+    """And no notice tells it."""
+    directory.mkdir(exist_ok=True)
+    plan = directory / f"plan-{rank()}"
+    asking, sharing = ({"op": op, "key": key, "action": "hold"} for op, key in (("get", "^steps/"), ("put", "^parts/")))
+    with checkpointer(f"fault+file://{directory}/root?plan={plan}", {"x": torch.ones(1000)}, every=1000) as ckpt:
+        if rank() == 1:
+            lose_notices(ckpt)
+            write_plan(plan, [asking, sharing])
+        pending = ckpt.save(1)
+        if rank() == 1:
+            while not is_asking(pending):
+                assert not pending.done()
+                time.sleep(POLL_S)
+            write_plan(plan, [asking])
+            pending.wait_released(PATIENCE_S)
+            assert is_asking(pending)
+            while committed(directory / "root") != [1]:
+                time.sleep(POLL_S)
+            write_plan(plan, [])
+        pending.wait_committed(PATIENCE_S)
+
+
 def test_another_rank_may_ask_whether_it_is_done(directory: Path) -> None:
     with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
         pending = ckpt.save(1)
@@ -136,6 +159,7 @@ if __name__ == "__main__":
             test_nobody_asks_for_what_stays_on_local_disks_before_it_is_drained,
             test_a_rank_that_has_asked_in_vain_is_told_that_its_own_drain_fails,
             test_a_rank_is_told_of_its_own_disk_behind_the_word_that_rank_0_has_given_up,
+            test_what_a_rank_has_asked_is_answered_though_its_own_share_is_done_meanwhile,
             test_another_rank_may_ask_whether_it_is_done,
         ]
     )
