@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.one_job import WAIT_S, Job, steps
+from helpers.one_job import WAIT_S, Job, faulty, steps
 from launch import Program
 from onerank import bits
 from places import WORKERS
@@ -21,7 +21,7 @@ from workers.held_exports import hold_first
 
 import ckptlib
 from ckptlib import events
-from ckptlib.errors import StateMismatch, WaitTimeout
+from ckptlib.errors import SaveFailed, StateMismatch, WaitTimeout
 
 
 def weights(job: Job) -> dict[str, bytes]:
@@ -127,6 +127,23 @@ def test_what_stays_on_local_disks_leaves_its_export_to_the_next_save_in_the_sto
             job.body()
     assert {(pending.step, pending.drains) for pending in pendings} == {(2, False), (4, True)}
     assert [event.step for event in told if isinstance(event, events.Exported)] == [4, 6]
+
+
+def test_a_save_that_fails_leaves_its_export_to_the_next_one(tmp_path: Path) -> None:
+    job, told = Job(tmp_path / "root"), list[events.Event]()
+    url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "full"}])
+    export = ckptlib.Export(tmp_path / "{step}.safetensors", only="model", steps=lambda step: step == 1)
+    with ckptlib.Checkpointer(url, job.state, every=1000, arena=tmp_path, export=export, on_event=told.append) as ckpt:
+        failed = ckpt.save(1)
+        ckpt.after_step(1)
+        with pytest.raises(SaveFailed):
+            failed.wait_committed(WAIT_S)
+        faulty(job, [])
+        for step in (2, 4):
+            ckpt.after_step(step)
+            ckpt.save(step).wait_committed(WAIT_S)
+            ckpt.after_step(step + 1)
+    assert [event.step for event in told if isinstance(event, events.Exported)] == [2, 4]
 
 
 def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
