@@ -23,6 +23,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
@@ -113,8 +114,9 @@ class StepFolders:
         self._ending = False
         self._failed: OSError | None = None
         self._left = threading.Event()
-        self._lock: int | None = None
-        """Held from the first draft on: the descriptor of the directory."""
+        self._lock: weakref.finalize[[int], StepFolders] | None = None
+        """Gives the lock up that is held from the first draft on, at the latest as this object is collected: nobody
+        closes it where a training was interrupted."""
 
     def settle(self) -> None:
         """Gives drafts of an earlier process their names where their step was committed, and removes the others.
@@ -123,11 +125,11 @@ class StepFolders:
         """
         if not self._directory.is_dir():
             return
-        lock = directory_lock.take(self._directory) if self._lock is None else self._lock
+        lock = directory_lock.take(self._directory) if self._lock is None else None
         try:
-            self._settle(alone=lock is not None)
+            self._settle(alone=lock is not None or self._lock is not None)
         finally:
-            if lock is not None and lock != self._lock:
+            if lock is not None:
                 directory_lock.give_up(lock)
 
     def _settle(self, alone: bool) -> None:
@@ -170,7 +172,8 @@ class StepFolders:
         try:
             path.mkdir(parents=True)
             self._identity = self._identity or _identity(self._directory)
-            self._lock = directory_lock.take(self._directory) if self._lock is None else self._lock
+            if self._lock is None and (lock := directory_lock.take(self._directory)) is not None:
+                self._lock = weakref.finalize(self, directory_lock.give_up, lock)
             if write is not None:
                 write(path)
             new = path / f".{POINTER}.new"  # the thread may be reading all of them
@@ -245,7 +248,7 @@ class StepFolders:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            directory_lock.give_up(self._lock)
+            self._lock()
             self._lock = None
 
     def _draft_of(self, name: str, save: SaveId) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
@@ -18,7 +19,9 @@ from ckptlib.errors import CkptError
 from ckptlib.exporting.export import HF, export
 from ckptlib.policy.when import When
 from ckptlib.ranks.together import together_at_length
+from ckptlib.recovery.not_closed import await_all
 from ckptlib.saving.registry import registry
+from ckptlib.stores import absolute
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
     fp16 and the states of other callbacks.
     """
 
+    _running: ClassVar[WeakValueDictionary[Path, TrainerRun]] = WeakValueDictionary()
+    """By output directory. Nobody tells a callback that a training raised, or was interrupted in a notebook."""
+
     def __init__(self, every: When, *, root: str | None = None, **options: Any) -> None:
         """`root`: its URL; default: the directory `ckptlib` of `output_dir`. `options`: arguments of `Checkpointer`."""
         self._root = root
@@ -61,13 +67,15 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         """A directory for `train(resume_from_checkpoint=)`; None: there is none. Collective.
 
         Writes the weights of the newest checkpoint into it, which Trainer asks for. One that is damaged is skipped with
-        an error in the log. Raises CorruptData, CheckpointNotFound and so on where all are.
+        an error in the log. Raises CorruptData, CheckpointNotFound and so on where all are. Waits for what this process
+        still saves there: a training of it may have been interrupted.
         """
         assert args.device is not None  # asking for it has Accelerate make the process group
-        group = registry.group(None)
+        directory, group = Path(args.output_dir).absolute(), registry.group(None)
+        await_all(group, absolute(self._root or str(directory / ROOT)))
 
         def look() -> str:
-            return "" if group.rank else str(self._prepared(Path(args.output_dir).absolute()) or "")
+            return "" if group.rank else str(self._prepared(directory) or "")
 
         found = together_at_length(group, f"looking for checkpoints in {args.output_dir}", look)
         path = group.broadcast(found.encode()).decode()
@@ -100,8 +108,9 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         return None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **seen: Any) -> None:
-        before, self._run = self._run, None
-        if before is not None:  # of a training that raised, which nobody tells a callback
+        self._run, directory = None, Path(args.output_dir).absolute()
+        before = self._running.pop(directory, None)
+        if before is not None:
             before.let_go()
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
             raise ValueError("CkptlibCallback saves by itself; use TrainingArguments(save_strategy='no')")
@@ -121,7 +130,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         )
         optim = getattr(seen["optimizer"], "optimizer", seen["optimizer"])
         saved = {"model": weights_of(seen["model"]), "optim": optim, "sched": seen["lr_scheduler"]}
-        self._run = TrainerRun(trainer, saved, self._root, self._options)
+        self._run = self._running[directory] = TrainerRun(trainer, saved, self._root, self._options)
         outlast(seen["train_dataloader"])
         self._owes_random = state.global_step > 0 and self._resume(self._run, args, int(state.global_step))
 
@@ -144,6 +153,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+            self._running.pop(Path(args.output_dir).absolute(), None)
 
     def _step_done(self) -> None:
         if self._run is not None:

@@ -10,8 +10,10 @@ import time
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import parse_save
+from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together_at_length
-from ckptlib.saving.session import Session
+from ckptlib.saving.session import Session, not_closed
+from ckptlib.stores.secrets import without_userinfo
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,16 @@ def await_others(session: Session) -> None:
             _warn_of_memory(other)
 
     together_at_length(session.group, "waiting for saves of a Checkpointer that is not closed", wait)
+
+
+def await_all(group: Group, url: str) -> None:
+    """As `await_others`, for whoever looks for a step of a root before there is a session. Collective."""
+
+    def wait() -> None:
+        for session in not_closed(url):
+            _await(session)
+
+    together_at_length(group, f"waiting for saves of this process to {without_userinfo(url)}", wait)
 
 
 def _await(other: Session) -> None:

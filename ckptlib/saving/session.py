@@ -65,6 +65,11 @@ _open: weakref.WeakSet[Session] = weakref.WeakSet()
 """Of this process. What is dropped without `close` leaves its writer as a killed process does."""
 
 
+def not_closed(url: str) -> list[Session]:
+    """Those that this process saves to a root with."""
+    return [session for session in _open if session.settings.url == url and not session.closed]
+
+
 class Session:
     """Opened by all ranks together; closed by each."""
 

@@ -3,6 +3,7 @@ came of that, whatever number those have that it left behind."""
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from hf_job import Settled  # noqa: E402
 
+from ckptlib.adapters import directory_lock  # noqa: E402
 from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin  # noqa: E402
 from ckptlib.exporting.export import export  # noqa: E402
 
@@ -75,6 +77,18 @@ def train(directory: Path, whose: str, stops: int, resume: str | bool) -> int:
     return watch.began
 
 
+class Interrupt(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ctrl-C in a notebook, as soon as a step is saved: its writer has just begun."""
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began.append(state.global_step)
+        if state.global_step == 2 and len(self.began) > 1:
+            raise KeyboardInterrupt
+
+
 def rewind(directory: Path, step: int) -> None:
     with pytest.raises(SystemExit) as ended:
         app.run(["rewind", str(directory / "ckptlib"), str(step), "--yes"])
@@ -122,3 +136,31 @@ def test_weights_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert train(tmp_path, "callback", 6, True) == 4
     names = [path.name for path in (tmp_path / "checkpoint-4").iterdir() if "safetensors" in path.name]
     assert names == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("kept", ["its objects are kept", "they are collected"])
+def test_a_callback_behind_an_interrupt(tmp_path: Path, kept: str) -> None:
+    """The process goes on, as in a notebook, where the trace has the training's objects for some time. The next
+    training goes on from what the first one was still saving."""
+    watch, locks = Interrupt(), {*directory_lock._locks}
+
+    def made() -> tuple[CkptlibCallback, Any, Any]:
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True
+        )
+        saves, data = CkptlibCallback(every=2), [{"x": torch.ones(4)}] * 64
+        return saves, args, transformers.Trainer(Model(), args, train_dataset=data, callbacks=[saves, watch])
+
+    first = made()
+    with pytest.raises(KeyboardInterrupt):
+        first[2].train()
+    if kept == "they are collected":
+        del first
+        gc.collect()
+    watch.began.clear()
+    saves, args, trainer = made()
+    found = saves.last_checkpoint(args)
+    assert found == str(tmp_path / "checkpoint-2")
+    trainer.train(resume_from_checkpoint=found)
+    assert watch.began == [2]
+    assert locks == directory_lock._locks, "the first training's is given up, too"

@@ -114,7 +114,9 @@ def test_who_looks_removes_no_draft_of_a_training(tmp_path: Path) -> None:
 
 def use_its_number(folders: StepFolders) -> None:
     assert folders._lock is not None
-    os.dup2(os.open(os.devnull, os.O_RDONLY), number := folders._lock)
+    held = folders._lock.peek()
+    assert held is not None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number := held[2][0])
     folders.let_go()
     os.fstat(number)
 
