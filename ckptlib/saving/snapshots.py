@@ -237,7 +237,6 @@ class Snapshots:
         """The snapshot of `step` is worth nothing, though all ranks hold it; on all of them at the same time."""
         self._voided = {other for other in self._voided if other > self.held_by_all} | {step}
         self.own.void(step)
-        self.arena.forget(step - 1, step)
 
     def needs_held(self) -> int:
         """The step that all ranks must hold before a slot is free, and one for replicas; see `Arena.needs_held`."""
