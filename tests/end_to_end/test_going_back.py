@@ -133,6 +133,7 @@ def test_the_place_in_history_is_fixed_once(job: Job) -> None:
             ckpt.restore(step=3)
         with pytest.raises(StateError, match="saved or gone back since"):
             ckptlib.load(job.root, later.state, step=3)
+        ckptlib.load(job.root, Job(job.root.parent / "other").state, step=3)
         assert ckpt.restore().step == 5
     assert steps(job.root) == [1, 2, 3, 4, 5]
 
