@@ -138,6 +138,18 @@ def test_the_place_in_history_is_fixed_once(job: Job) -> None:
     assert steps(job.root) == [1, 2, 3, 4, 5]
 
 
+def test_a_job_that_counts_anew_from_a_loaded_step_goes_on_from_what_is_before_its_first(job: Job) -> None:
+    """Steps from its first one on are listed no more: they would stand among its own."""
+    later = again(job)
+    ckptlib.load(job.root, later.state, step=5)
+    with later.checkpointer() as ckpt:
+        ckpt.save(3)
+    assert steps(job.root) == [1, 2, 3]
+    record = catalog(job.root).generation(catalog(job.root).resolve("latest").generation)
+    assert record.resumed_from is not None
+    assert record.resumed_from.step == 2
+
+
 def test_the_job_before_may_save_no_more(job: Job) -> None:
     old, new = again(job), again(job)
     with suppress(KeyboardInterrupt), old.checkpointer() as first:
