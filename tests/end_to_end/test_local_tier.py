@@ -125,6 +125,7 @@ def test_a_step_that_is_on_local_disks_alone_is_drained_when_save_is_asked_for_i
         ckpt.after_step(1)
         assert ckpt.pending is not None
         assert not ckpt.pending.drains
+        assert ckpt.pending.done(), "it is told at once that there is nothing to wait for"
         told = []
         ckpt.pending.add_done_callback(lambda pending: told.append(pending.step))
         asked = ckpt.save(1)
