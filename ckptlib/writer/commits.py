@@ -94,7 +94,8 @@ class Commits:
         once = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
         commit = partial(self._once_more, save, once)
         try:
-            with self._watchdog.work("commit", save, max(began + self._trainer.deadline_s, time.monotonic())):
+            end = max(began + self._trainer.deadline_s, time.monotonic())
+            with self._watchdog.work("commit", save, end, since=began):
                 manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
             in_doubt = self.committer.may_have_put(save)

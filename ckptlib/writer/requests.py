@@ -128,7 +128,7 @@ class NotedStore(Store):
 
     @override
     def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
-        with self._requests.note("clean", ""):
+        with self._requests.note("clean", "uploads"):
             self._inner.clean(before, is_ours)
 
     @override

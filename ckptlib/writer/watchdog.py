@@ -81,9 +81,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ckptlib-watchdog", daemon=True).start()
 
     @contextmanager
-    def work(self, what: str, save: SaveId | None, deadline: float, minor: bool = False) -> Iterator[None]:
-        """Within, it is under way, and must end by `deadline`."""
-        work = Work(what, save, time.monotonic(), deadline, minor)
+    def work(
+        self, what: str, save: SaveId | None, deadline: float, minor: bool = False, since: float | None = None
+    ) -> Iterator[None]:
+        """Within, it is under way, and must end by `deadline`. `since`: when the time for it began, if not now."""
+        work = Work(what, save, time.monotonic() if since is None else since, deadline, minor)
         with self._lock:
             self._works.append(work)
         try:

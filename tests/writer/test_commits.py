@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,15 +17,17 @@ from support import ROOT_ID, make_generation, make_root, put_parts, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.policy.tier import LocalTier
+from ckptlib.stores import Entry
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.commits import Commits
 from ckptlib.writer.failures import Failures
-from ckptlib.writer.requests import Requests
+from ckptlib.writer.requests import Request, Requests
 from ckptlib.writer.tier import Tier
 from ckptlib.writer.trainer import Trainer
-from ckptlib.writer.watchdog import Watchdog
+from ckptlib.writer.watchdog import Watchdog, Work, stuck
 
 
 def test_it_is_told_of_a_step_whose_name_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +78,41 @@ def test_a_manifest_is_asked_for_once_more_where_a_full_disk_did_not_flush_its_n
     assert not failing
 
 
+def test_a_commit_that_is_given_up_says_how_long_the_save_took(tmp_path: Path) -> None:
+    """One that comes behind another, or after slow parts, begins late: "-0 s" said nothing about the deadline."""
+    told, ended = list[str](), threading.Event()
+
+    class Silent(LocalStore):
+        def scan(self, prefix: str, after: str = "") -> list[Entry]:
+            ended.wait(60)
+            return super().scan(prefix, after)
+
+    def late(work: Work, request: Request | None) -> None:
+        told.append(stuck(work, request))
+        ended.set()
+
+    make_root(LocalStore(str(tmp_path)))
+    catalog = Catalog(Silent(str(tmp_path)))
+    save = SaveId(10, GenerationId(1, "00000001"))
+    with commits_of(catalog, 0, 1.0, late) as (commits, _):
+        commits.put(save, time.monotonic() - 5)
+        commits.finish()
+    assert told[0].startswith("the commit of step 10 did not end within 5 s and is given up")
+
+
 @contextmanager
 def commits_of(
-    catalog: Catalog, rank: int, deadline_s: float = 60.0, tier: Tier | None = None
+    catalog: Catalog,
+    rank: int,
+    deadline_s: float = 60.0,
+    on_overdue: Callable[[Work, Request | None], None] = lambda work, request: None,
+    tier: Tier | None = None,
 ) -> Iterator[tuple[Commits, Channel]]:
     """Of one rank of two, and what its trainer hears."""
     left, right = socket.socketpair()
     with left, right:
         channel, trainer = Channel(right), Trainer(os.getpid())
         trainer.deadline_s = deadline_s
-        watchdog = Watchdog(Requests(), 60.0, lambda work, request: None, lambda work, request: None)
+        watchdog = Watchdog(Requests(), deadline_s or 60.0, lambda work, request: None, on_overdue)
         failures = Failures(channel, catalog.shared, rank, watchdog.slack_s)
         yield Commits(channel, trainer, watchdog, failures, catalog, 2, None, tier), Channel(left)
