@@ -270,7 +270,7 @@ def test_what_is_committed_as_a_close_that_times_out_waits_is_told(job: Job, mon
 
 
 def test_ranks_are_told_what_they_know(tmp_path: Path) -> None:
-    assert_cases_pass("told.py", 2, tmp_path, 7)
+    assert_cases_pass("told.py", 2, tmp_path, 8)
 
 
 # -- A terminal

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
-from helpers.inside import forget_last_save, is_asking, lose_notices, num_wanted, poll, writer_of
+from helpers.inside import forget_last_save, is_asking, lose_notices, num_failures, num_wanted, poll, writer_of
 from workers.rank_cases import PATIENCE_S, checkpointer, committed, rank, run_cases
 
 import ckptlib
@@ -143,6 +143,26 @@ def test_what_a_rank_has_asked_is_answered_though_its_own_share_is_done_meanwhil
         pending.wait_committed(PATIENCE_S)
 
 
+def test_failures_in_a_row_end_with_a_share_that_is_durable(directory: Path) -> None:
+    """Though this rank has not asked whether the step is committed: else those of a whole run would add up."""
+    directory.mkdir(exist_ok=True)
+    plan = directory / f"plan-{rank()}"
+    with checkpointer(f"fault+file://{directory}/root?plan={plan}", {"x": torch.ones(1000)}, every=1000) as ckpt:
+        if rank() == 1:
+            write_plan(plan, [{"op": "put", "key": "^parts/.*-ok-", "action": "full"}])
+        with pytest.raises(SaveFailed):
+            ckpt.save(1).wait_committed(PATIENCE_S)
+        assert num_failures(ckpt) == 1
+        write_plan(plan, [])
+        pending = ckpt.save(2)
+        if rank() == 1:
+            pending.wait_released(PATIENCE_S)
+            assert not pending.committed
+        else:
+            pending.wait_committed(PATIENCE_S)
+        assert num_failures(ckpt) == 0
+
+
 def test_another_rank_may_ask_whether_it_is_done(directory: Path) -> None:
     with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
         pending = ckpt.save(1)
@@ -160,6 +180,7 @@ if __name__ == "__main__":
             test_a_rank_that_has_asked_in_vain_is_told_that_its_own_drain_fails,
             test_a_rank_is_told_of_its_own_disk_behind_the_word_that_rank_0_has_given_up,
             test_what_a_rank_has_asked_is_answered_though_its_own_share_is_done_meanwhile,
+            test_failures_in_a_row_end_with_a_share_that_is_durable,
             test_another_rank_may_ask_whether_it_is_done,
         ]
     )
