@@ -26,6 +26,7 @@ _RIGHTS = (
 _RENEW = "the session's token is no longer valid: renew the credentials"
 _BUCKET = "no such bucket: correct the URL, or make the bucket"
 _PAGE = "answered by {} without a code, as no S3 server does; is there a proxy in the way?"
+_UPLOAD = "the server no longer has this upload: did a lifecycle rule, or somebody, abort what was under way?"
 _REGION = "the bucket is in another region: name it in storage_options={'client_kwargs': {'region_name': ...}}"
 
 _DENIED = {
@@ -175,7 +176,7 @@ def _of_answer(code: str, status: int) -> Meaning:
         return Meaning(StoreDenied, passes=False, advice=_RIGHTS)
     if status in (301, 307):
         return Meaning(StoreDenied, passes=False, advice=_REGION)
-    return Meaning(StoreError, passes=False)
+    return Meaning(StoreError, passes=False, advice=_UPLOAD if code == "NoSuchUpload" else "")
 
 
 def _advice(causes: list[BaseException]) -> str:

@@ -248,6 +248,18 @@ def test_an_iterator_that_raises_aborts_the_upload(bucket: Bucket) -> None:
 PACKS = [f"packs/000000000100-000003-aaaaaaaa/00000{rank}-25b4d951-000000.safetensors" for rank in range(2)]
 
 
+def test_an_upload_that_somebody_aborts_is_told_with_what_may_have_done_so(bucket: Bucket) -> None:
+    """As a lifecycle rule does, or who clears a bucket of uploads that look left behind."""
+
+    def pieces() -> Iterator[bytes]:
+        yield bytes(2 * PART_NBYTES)
+        bucket.store.clean(time.time() + 60, lambda key: True)
+
+    with pytest.raises(StoreError, match=r"p: cannot put.*NoSuchUpload.*did a lifecycle rule, or somebody, abort"):
+        bucket.store.put("p", HEAD, pieces())
+    assert bucket.listed() == {}
+
+
 def test_clean_leaves_what_is_newer(bucket: Bucket) -> None:
     for pack in PACKS:
         bucket.begin_upload(pack)
