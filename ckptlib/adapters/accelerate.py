@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration, extract_model_from_parallel
 from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.accelerate_epochs import Resumed, gave_last
 from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
+from ckptlib.adapters.trainer_run import weights_of
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId, parse_save
@@ -209,7 +210,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
             )
         stateful = [each for each in self._dataloaders if getattr(each, "use_stateful_dataloader", False)]
         groups: dict[str, list[Any]] = {
-            "model": self._models,
+            "model": [_weights_of(model) for model in self._models],
             "optimizer": [optimizer.optimizer for optimizer in self._optimizers],
             "scheduler": [scheduler.scheduler for scheduler in self._schedulers],
             "custom_checkpoint": self._custom_objects,
@@ -332,6 +333,13 @@ def _finish() -> None:
             folders.end()
         except (CkptError, OSError) as error:
             log.error("%s", error)
+
+
+def _weights_of(model: Any) -> object:
+    """A wrapper such as that of DDP does not tell whether its model is quantized."""
+    inner = extract_model_from_parallel(model)
+    found = weights_of(inner)
+    return model if found is inner else found
 
 
 def _numbered(directory: Path) -> list[int]:

@@ -356,7 +356,7 @@ def state_of(trainer: Any) -> dict[str, object]:
 
 def weights_of(model: Any) -> object:
     """What is saved of a model. Of one that bitsandbytes has quantized, what is trained, as in Trainer's own files: no
-    load could fill the rest in place, which is frozen, and `from_pretrained` makes it."""
+    load could fill the rest in place, which is frozen, and `from_pretrained` makes it. Of Accelerate's models, too."""
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         return {name: param for name, param in model.named_parameters() if param.requires_grad}
     return model

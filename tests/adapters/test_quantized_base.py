@@ -18,6 +18,7 @@ import ckptlib
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
 
+from ckptlib.adapters.accelerate import CkptlibAccelerator  # noqa: E402
 from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin  # noqa: E402
 
 STEPS = 5
@@ -87,3 +88,21 @@ def test_what_is_trained_comes_back(tmp_path: Path, whose: str) -> None:
     assert same(trained(tmp_path / "run", whose, seed=1), whole)
     root = tmp_path / "run" / "ckptlib"
     assert ckptlib.read(root, STEPS, only="model")["model"].keys() == whole.keys()
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    """The model beside it is saved whole."""
+    accelerator = CkptlibAccelerator(cpu=True)
+    adapted, other = accelerator.prepare(Adapted(), nn.BatchNorm1d(2))
+    accelerator.save_state(tmp_path / "saved")
+    before = {name: value.clone() for name, value in adapted.named_parameters() if value.requires_grad}
+    with torch.no_grad():
+        for param in (*map(adapted.get_parameter, before), *other.parameters()):
+            param.zero_()
+    accelerator.load_state(tmp_path / "saved")
+    assert same({name: adapted.get_parameter(name).detach() for name in before}, before)
+    assert other.weight.tolist() == [1, 1]
+    accelerator.end_training()
+    found = ckptlib.read(tmp_path / "ckptlib", 0)
+    assert found["model"].keys() == before.keys()
+    assert found["model_1"].keys() == other.state_dict().keys()
