@@ -9,11 +9,12 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from ckptlib import errors
 from ckptlib.errors import AgreementFailed
+from ckptlib.jobs import JobFutures
 from ckptlib.ranks.group import Group
 
 log = logging.getLogger(__name__)
@@ -72,31 +73,45 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
     """
     if group.size == 1:
         return together(group, what, call)
+    with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
+        return _meet_until_done(group, what, executor.submit(call))
+
+
+def together_while_all_live(group: Group, what: str, call: Callable[[], Result]) -> Result:
+    """As `together_at_length`, for a call that waits for the other ranks up to a time-out of its own. Where one of them
+    is gone, it is left to itself, and nothing may depend on what it does then. Raises RuntimeError where there is no
+    thread for it."""
+    calling = JobFutures("while-all-live")
+    try:
+        return _meet_until_done(group, what, calling.submit(call))
+    finally:
+        calling.leave()
+
+
+def _meet_until_done(group: Group, what: str, work: Future[Result]) -> Result:
     began = most_done = time.monotonic()
     told_s = TOLD_AFTER_S
-    with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
-        work = executor.submit(call)
-        try:
-            while True:
-                ended = bool(wait([work], group.patience_s).done)
-                lost = ended and isinstance(work.exception(), AgreementFailed)
-                left, num_lost = group.start_sum([int(not ended), int(lost)])()
-                if not left:
-                    return together(group, what, work.result)
-                if num_lost:  # nobody raises another error: callers would go on together, without those that are left
-                    together(group, what, work.result if lost else lambda: None)
-                now = time.monotonic()
-                if 2 * left > group.size:
-                    most_done = now
-                elif not ended and now - most_done > told_s:
-                    log.warning(
-                        "%s: rank %d, on %s, is still at it after %.0f s; %d ranks have done it",
-                        what,
-                        group.global_rank(group.rank),
-                        socket.gethostname(),
-                        now - began,
-                        group.size - left,
-                    )
-                    told_s *= 2
-        finally:
-            del work  # as `together` lets go of its error
+    try:
+        while True:
+            ended = bool(wait([work], group.patience_s).done)
+            lost = ended and isinstance(work.exception(), AgreementFailed)
+            left, num_lost = group.start_sum([int(not ended), int(lost)])()
+            if not left:
+                return together(group, what, work.result)
+            if num_lost:  # nobody raises another error: callers would go on together, without those that are left
+                together(group, what, work.result if lost else lambda: None)
+            now = time.monotonic()
+            if 2 * left > group.size:
+                most_done = now
+            elif not ended and now - most_done > told_s:
+                log.warning(
+                    "%s: rank %d, on %s, is still at it after %.0f s; %d ranks have done it",
+                    what,
+                    group.global_rank(group.rank),
+                    socket.gethostname(),
+                    now - began,
+                    group.size - left,
+                )
+                told_s *= 2
+    finally:
+        del work  # as `together` lets go of its error

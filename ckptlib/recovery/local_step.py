@@ -32,7 +32,7 @@ from ckptlib.format.part import Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.recovery.local_share import LocalShare, RemoteShare
-from ckptlib.recovery.remote_slots import GATHERED, Exchange
+from ckptlib.recovery.remote_slots import GATHERED, Exchange, link_among
 from ckptlib.stores.io_limits import IoLimits
 
 log = logging.getLogger(__name__)
@@ -231,8 +231,8 @@ class OnDisks:
         for move in lacking:
             self._there[move.receiver].add(move.saved)
         if self._exchange is None:
-            assert self._over is not None, "one process sees all of its disk"
-            self._exchange = Exchange(self._over, self._timeout, lru_cache(maxsize=None)(self._open))
+            link = link_among(self._group, self._over, self._timeout)
+            self._exchange = Exchange(link, self._timeout, lru_cache(maxsize=None)(self._open))
         exchange = self._exchange
 
         def offered() -> None:

@@ -26,7 +26,7 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, Transfer, by_rank, snapshot_id
-from ckptlib.recovery.remote_slots import GATHERED, Exchange, RemoteSlot
+from ckptlib.recovery.remote_slots import GATHERED, Exchange, RemoteSlot, link_among
 from ckptlib.slots.readable import ReadableSlot
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
@@ -154,8 +154,8 @@ class InMemory:
     def _offer(self, moves: list[Transfer]) -> None:
         """These are read out from now on. Collective."""
         if self._exchange is None:
-            assert self._over is not None, "one process shares all its memory with itself"
-            self._exchange = Exchange(self._over, self._timeout, self._open_here)
+            link = link_among(self._group, self._over, self._timeout)
+            self._exchange = Exchange(link, self._timeout, self._open_here)
         exchange = self._exchange
 
         def offered() -> None:

@@ -32,7 +32,9 @@ from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
+from ckptlib.ranks.group import Group
 from ckptlib.ranks.link import Link
+from ckptlib.ranks.together import together_while_all_live
 from ckptlib.recovery.inventory import Found
 from ckptlib.slots.readable import ReadableSlot
 from ckptlib.stores.io_limits import RUN_BYTES, IoLimits
@@ -83,12 +85,21 @@ class Offered(Protocol):
         """So many bytes from this one on; fewer where it ends. Raises CkptError."""
 
 
+def link_among(group: Group, over: dist.ProcessGroup | None, timeout: timedelta) -> Link:
+    """Between the ranks of a group, which is over `over`; collective. Raises AgreementFailed.
+
+    Who dies just before it connects is not waited for: the group tells.
+    """
+    assert over is not None, "one process has all that it restores itself"
+    return together_while_all_live(group, "connecting", lambda: Link(over, timeout))
+
+
 class Exchange(Generic[T]):
     """The reading out between ranks: both ends of it on this rank. Main thread; its own threads serve."""
 
-    def __init__(self, over: dist.ProcessGroup, timeout: timedelta, open_here: Callable[[T], Offered]) -> None:
-        """Collective over `over`. `open_here`: of this host; from any thread. Raises AgreementFailed."""
-        self._link = Link(over, timeout)
+    def __init__(self, link: Link, timeout: timedelta, open_here: Callable[[T], Offered]) -> None:
+        """`link`: of its own; it is closed with this. `open_here`: of this host; from any thread."""
+        self._link = link
         self._timeout = timeout
         self._open = open_here
         self._offers: dict[int, list[T]] = {}

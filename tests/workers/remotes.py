@@ -52,7 +52,7 @@ from ckptlib.recovery.local_share import RemoteShare
 from ckptlib.recovery.local_step import OnDisks, whole
 from ckptlib.recovery.local_step import look as look_at_disk
 from ckptlib.recovery.memory_source import InMemory
-from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
+from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot, link_among
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import boot_id, memory_of
 from ckptlib.slots.slot import Slot
@@ -76,10 +76,12 @@ def shared(slot: Slot) -> Found:
 
 
 @contextmanager
-def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange[Found], list[RemoteSlot]]]:
+def exchanging(
+    slot: Slot, *moves: tuple[int, int], link: type[Link] = Link
+) -> Iterator[tuple[Exchange[Found], list[RemoteSlot]]]:
     """`moves`: (sender, receiver), all of the slot of rank 0. What this rank receives of them."""
     found = shared(slot)
-    exchange = Exchange(world(), PATIENCE, open_here)
+    exchange = Exchange(link(world(), PATIENCE), PATIENCE, open_here)
     slots = slots_of(exchange, *(Transfer(found, sender, receiver) for sender, receiver in moves))
     dist.barrier()
     yield exchange, slots
@@ -137,7 +139,7 @@ def what_is_not_there(directory: Path) -> None:
     with slot_of(directory, CAPACITY) as slot:
         seal(slot, 1, 0)
         found = shared(slot)
-        exchange = Exchange(world(), PATIENCE, lru_cache(open_here))
+        exchange = Exchange(Link(world(), PATIENCE), PATIENCE, lru_cache(open_here))
         paths = found.path, found.path + "x", found.path + "-huge"
         slots = slots_of(exchange, *(Transfer(replace(found, path=path), 0, 1) for path in paths))
         dist.barrier()
@@ -207,7 +209,7 @@ def liars_who_ask(directory: Path) -> None:
             dist.barrier()
             link.close()
             return
-        exchange = Exchange(world(), PATIENCE, open_here)
+        exchange = Exchange(Link(world(), PATIENCE), PATIENCE, open_here)
         slots = slots_of(exchange, Transfer(found, 0, 1), Transfer(found, 0, 2))
         dist.barrier()
         for there in slots:
@@ -237,12 +239,10 @@ class Lies(Link):
 
 def liars_who_serve(directory: Path) -> None:
     """Nothing is believed: not a header, not a document, not a chunk."""
-    if rank() == 0:
-        remote_module.Link = Lies  # type: ignore[misc]
     with slot_of(directory, CAPACITY) as slot:
         header = seal(slot, 1, 0)
         snapshot = SnapshotReader().read(slot, header)
-        with exchanging(slot, (0, 1)) as (_, slots):
+        with exchanging(slot, (0, 1), link=Lies if rank() == 0 else Link) as (_, slots):
             for there in slots:
                 with pytest.raises((CorruptData, FormatError), match="on rank 0"):
                     there.read_header()
@@ -251,7 +251,6 @@ def liars_who_serve(directory: Path) -> None:
                         there.read_document(header, name)
                 with pytest.raises(CorruptData, match=r"on rank 0: .* changed in memory"):
                     check_body(there, snapshot)
-    remote_module.Link = Link  # type: ignore[misc]
 
 
 def share(slot: Slot, step: int, of: int, num_ranks: int, tensors: dict[str, np.ndarray]) -> None:
@@ -365,7 +364,8 @@ def long_restore(directory: Path) -> None:
     with slot_of(directory, CAPACITY) as slot:
         seal(slot, 1, 0)
         found, timeout = shared(slot), timedelta(seconds=6)
-        exchange = Exchange(world(), timeout if rank() == 0 else PATIENCE, lru_cache(open_here))
+        own = timeout if rank() == 0 else PATIENCE
+        exchange = Exchange(Link(world(), own), own, lru_cache(open_here))
         slots = slots_of(exchange, Transfer(found, 0, 1), Transfer(found, 0, 2))
         dist.barrier()
         end = time.monotonic() + (1.3 * timeout.total_seconds() if rank() == 2 else 0.0)
@@ -426,7 +426,7 @@ class Hangs:
 def disk_that_hangs(directory: Path) -> None:
     """Rank 0's, as it reads out. The other rank is told at its time-out what to do."""
     disk = Hangs()
-    exchange = Exchange(world(), PATIENCE, lambda what: disk)
+    exchange = Exchange(Link(world(), PATIENCE), PATIENCE, lambda what: disk)
     exchange._link._timeout = timedelta(seconds=0.5) if rank() else PATIENCE  # to connect may take longer
     for there in exchange.add([("its share", 0, 1)]).values():
         with pytest.raises(AgreementFailed, match=r"within .* Rank 0 reads its local disk: .* without `local`"):
@@ -439,7 +439,7 @@ def disk_that_hangs(directory: Path) -> None:
 def leaves_alone(directory: Path) -> None:
     """Rank 0, in the middle of what it reads out: who waits for that is told at once."""
     disk = Hangs()
-    exchange = Exchange(world(), PATIENCE, lambda what: disk)
+    exchange = Exchange(Link(world(), PATIENCE), PATIENCE, lambda what: disk)
     theirs, began = exchange.add([("its share", 0, 1)]), time.monotonic()
     if rank() == 0:
         assert disk.asked.wait(60)
@@ -538,12 +538,14 @@ class Data:
 
 
 def killed(directory: Path) -> None:
-    """Rank 1 with requests that rank 2 has not come to; rank 2 in the middle of what it reads out: the last case."""
-    first = Link(world(), PATIENCE) if rank() == 1 else Exchange(world(), PATIENCE, lambda what: Data())
+    """Rank 1 with requests that rank 2 has not come to; rank 2 in the middle of what it reads out: the last case.
+
+    Then rank 0 is about to connect to both, as where they die just after all have agreed on that.
+    """
+    group = group_of(None, PATIENCE)
+    first = Link(world(), PATIENCE) if rank() == 1 else Exchange(Link(world(), PATIENCE), PATIENCE, lambda what: Data())
     remote_module.DONE_WITHIN_S = 0.1
-    if rank() == 2:
-        remote_module.Link = Dies  # type: ignore[misc]
-    last = Exchange(world(), PATIENCE, lambda what: Data())
+    last = Exchange((Dies if rank() == 2 else Link)(world(), PATIENCE), PATIENCE, lambda what: Data())
     if isinstance(first, Link):
         dist.barrier()
         request = memoryview(bytearray(REQUEST.pack(0, 0, 8, 0)))
@@ -569,6 +571,10 @@ def killed(directory: Path) -> None:
         began = time.monotonic()
         for exchange in (first, last):
             exchange.close(together=True)  # as where rank 1 has died since all agreed
+        assert time.monotonic() - began < PATIENCE.total_seconds() / 2
+        began, group.patience_s = time.monotonic(), 0.1
+        with pytest.raises(AgreementFailed):
+            link_among(group, world(), PATIENCE)
         assert time.monotonic() - began < PATIENCE.total_seconds() / 2
 
 
