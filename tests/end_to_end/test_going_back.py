@@ -9,6 +9,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.one_job import WAIT_S, Job, catalog, damage, step_once, steps
 from helpers.servers import ObjectStorage
 
@@ -301,3 +302,17 @@ def test_there_and_back_in_a_bucket(tmp_path: Path, s3: ObjectStorage) -> None:
     last = again(job)
     assert train(last, None, 6) == [1, 2, 3, 4, 5, 6]
     assert last.bits() == job.bits()
+
+
+def test_the_first_save_goes_on_from_what_was_loaded_last(tmp_path: Path) -> None:
+    """Not from what `restore` had read before: its chunks are of a step that is left behind."""
+    w = torch.zeros(5000)
+    for step in (1, 2):
+        ckptlib.save(tmp_path / "root", {"w": w.fill_(step)}, step)
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": w}, every=10**9, arena=tmp_path) as ckpt:
+        assert ckpt.restore().step == 2
+        ckptlib.load(tmp_path / "root", {"w": w}, step=1)
+        ckpt.save(3).wait_committed(WAIT_S)
+    found = catalog(tmp_path / "root")
+    assert steps(tmp_path / "root") == [1, 3]
+    assert {of.save.step for of in found.manifest(found.resolve("latest")).uses} == {1}
