@@ -21,7 +21,6 @@ from ckptlib.saving.forks import Owner
 from ckptlib.saving.listener import Listener
 from ckptlib.saving.looks import Looks
 from ckptlib.saving.news import News
-from ckptlib.saving.planner import Planner
 from ckptlib.saving.snapshots import Snapshots
 from ckptlib.saving.store_state import TELL_OF_IT, StoreState
 from ckptlib.saving.terminal import show
@@ -69,7 +68,6 @@ class Outcomes:
         rank: int,
         writer: Writer,
         snapshots: Snapshots,
-        planner: Planner,
         store: StoreState,
         owner: Owner,
         news: News,
@@ -84,7 +82,6 @@ class Outcomes:
         self._news = news
         self._writer = writer
         self._snapshots = snapshots
-        self._planner = planner
         self._store = store
         self._owner = owner
         self.tier = tier
@@ -208,8 +205,7 @@ class Outcomes:
     def _failed(self, outcome: Outcome, kind: str, text: str, key: str, in_doubt: bool) -> None:
         """`in_doubt`: the step may be there, or come to be there, all the same."""
         error: SaveFailed
-        if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
-            self._planner.must_compare = True
+        if kind == ReplicasDiffer.__name__:  # the ranks' votes tell, too: the next save compares, and that one counts
             outcome.error = ReplicasDiffer(text)
             log.warning("%s", text)
             self.listener.tell(Voided(outcome.save.step, outcome.error))

@@ -185,7 +185,6 @@ class Session:
             self.group.rank,
             self.writer,
             self.snapshots,
-            self.planner,
             self.store_state,
             self.owner,
             self.news,
