@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NotBrought
+from ckptlib.catalog.unreadable import UNUSABLE
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NotBrought, ObjectNotFound
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.manifest import ranks_by_layout
@@ -27,6 +28,7 @@ from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, Transfer, by_rank, snapshot_id
 from ckptlib.recovery.remote_slots import GATHERED, Exchange, RemoteSlot, link_among
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.readable import ReadableSlot
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
@@ -80,6 +82,8 @@ class InMemory:
         self._moves: dict[_Share, Transfer] = {}
         """Shards that are on other hosts only; the same on all ranks."""
         self._exchange: Exchange[Found] | None = None
+        self._any_damaged = False
+        """The same on all ranks."""
         self.save = snapshot.save
         self.world_size = snapshot.world_size
         there = sorted(inventory.of(snapshot).items())
@@ -138,10 +142,16 @@ class InMemory:
     def bring(self, ranks: Collection[int]) -> None:
         """Makes the shares of these saved ranks readable here. Collective.
 
-        Raises CorruptData when no whole copy of one is left, on all ranks.
+        Raises CorruptData when no whole copy of one is left, on all ranks; ObjectNotFound where none was damaged.
         """
         needs = [json.loads(data) for data in self._group.gather(json.dumps(sorted(ranks)).encode())]
-        moves = {_Share(move.receiver, move.found.rank): move for move in self._inventory.moves(self._snapshot, needs)}
+        try:
+            found = self._inventory.moves(self._snapshot, needs)
+        except CorruptData as error:
+            if self._any_damaged:
+                raise
+            raise ObjectNotFound(f"{error}: slots were let go of, or used again, since they were found") from error
+        moves = {_Share(move.receiver, move.found.rank): move for move in found}
         new = {key: move for key, move in moves.items() if key not in self._moves}
         if new:
             self._offer([*new.values()])
@@ -166,16 +176,25 @@ class InMemory:
 
     def _snapshot_in(self, found: Found) -> Snapshot:
         if found.path not in self._read:
-            slot = self._open(found)
-            header = slot.read_header()
-            if not header.ready or (header.rank, snapshot_id(header)) != (found.rank, found.snapshot):
-                raise CorruptData(
-                    f"{slot.where}: holds {header.save} of rank {header.rank}, expected {found.snapshot.save} of rank "
-                    f"{found.rank}"
-                )
+            slot, header = self._held(found)
             reader = self._readers.setdefault(found.rank, SnapshotReader())
             self._read[found.path] = reader.read(slot, header)
         return self._read[found.path]
+
+    def _held(self, found: Found) -> tuple[ReadableSlot, SlotHeader]:
+        """The slot, and its header. Raises ObjectNotFound where it does not hold that snapshot any more: its job lives,
+        or has ended as this one began."""
+        try:
+            slot = self._open(found)
+            header = slot.read_header()
+        except (CorruptData, FormatError) as error:  # its file is gone, or is emptied
+            raise ObjectNotFound(f"{found.path}: does not hold {found.snapshot.save} any more: {error}") from error
+        if not header.ready or (header.rank, snapshot_id(header)) != (found.rank, found.snapshot):
+            raise ObjectNotFound(
+                f"{slot.where}: holds {header.save} of rank {header.rank} by now, expected {found.snapshot.save} of "
+                f"rank {found.rank}"
+            )
+        return slot, header
 
     def _open(self, found: Found) -> ReadableSlot:
         """To be read by this rank. From any thread."""
@@ -192,12 +211,12 @@ class InMemory:
             return self._slots[found.path]
 
     def _share_layout(self, digest: str) -> Layout:
-        """From the first copy that is whole. Collective. Raises CorruptData or FormatError when there is none."""
+        """From the first copy that is whole. Collective. Raises one of UNUSABLE when there is none."""
         copies = [f for there in self._inventory.of(self._snapshot).values() for f in there if f.layout == digest]
         for n, found in enumerate(copies, 1):
             try:
                 return self._read_layout(digest, found)
-            except (CorruptData, FormatError) as error:
+            except UNUSABLE as error:
                 if n == len(copies):
                     self.close()
                     raise
@@ -211,11 +230,8 @@ class InMemory:
 
         def read() -> None:
             if self._group.rank == owner:
-                slot = self._open(found)
-                document = slot.read_document(slot.read_header(), "layout")
-                if len(document) != found.layout_nbytes:
-                    raise CorruptData(f"{slot.where}: its layout is another one by now: a job saves there still")
-                buffer.copy_(torch.frombuffer(bytearray(document), dtype=torch.uint8))
+                slot, header = self._held(found)
+                buffer.copy_(torch.frombuffer(bytearray(slot.read_document(header, "layout")), dtype=torch.uint8))
 
         together(self._group, "reading a layout in memory", read)
         self._group.broadcast_from(owner, buffer)
@@ -232,7 +248,8 @@ class InMemory:
 
         Collective; after a load failed.
         """
-        damaged: list[SlotPlace] = []
+        lost: list[tuple[SlotPlace, bool]] = []
+        """Slots that are of no use, and whether they are damaged."""
 
         def check() -> None:
             for rank, found in self._at.items():
@@ -242,16 +259,30 @@ class InMemory:
                 except AgreementFailed:
                     raise
                 except (CkptError, OSError) as error:
-                    log.error("the share of rank %d in %s is skipped: %s", rank, found.path, error)
-                    damaged.append(found.place)
+                    gone = self._why_gone(found)
+                    log.error("the share of rank %d in %s is skipped: %s", rank, found.path, gone or error)
+                    lost.append((found.place, gone is None))
 
         together_at_length(self._group, "looking for damage in memory", check)
-        told = [json.loads(data) for data in self._group.gather(json.dumps(damaged).encode())]
-        dropped = {SlotPlace(*place) for places in told for place in places}
+        told = [json.loads(data) for data in self._group.gather(json.dumps(lost).encode())]
+        dropped = {SlotPlace(*place) for rows in told for place, _ in rows}
+        self._any_damaged = self._any_damaged or any(damaged for rows in told for _, damaged in rows)
         self._inventory.drop(dropped)
         self._moves = {k: m for k, m in self._moves.items() if m.found.place not in dropped}
         self._at = {rank: f for rank, f in self._at.items() if f.place not in dropped}  # where a bring fails, too
         return bool(dropped)
+
+    def _why_gone(self, found: Found) -> ObjectNotFound | None:
+        """None where the slot holds that snapshot still."""
+        try:
+            self._held(found)
+        except AgreementFailed:
+            raise
+        except ObjectNotFound as error:
+            return error
+        except (CkptError, OSError):  # as of the body
+            pass
+        return None
 
     def close(self, together: bool = True) -> None:
         """Lets go of the slots. `together`: see `Exchange.close`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,32 +11,29 @@ import pytest
 from support import ROOT_ID
 from workers.rank_slots import CAPACITY, STATE, seal
 
-from ckptlib.errors import AgreementFailed, CorruptData
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, ObjectNotFound
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.recovery import memory_source
 from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.slots.slot import Slot
 
+NEWER = r"holds 000000000005-.* of rank 0 by now, expected 000000000004-.* of rank 0"
+
 
 @pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        ({"another": np.arange(100)}, "its layout is another one by now"),
-        ({{"w": "v"}.get(name, name): array for name, array in STATE.items()}, "its layout does not match"),
-    ],
+    "state",
+    [{"another": np.arange(100)}, {{"w": "v"}.get(name, name): array for name, array in STATE.items()}],
     ids=["of another size", "of the same size"],
 )
-def test_a_layout_that_is_another_one_by_now_is_no_copy(
-    tmp_path: Path, state: dict[str, np.ndarray], says: str
-) -> None:
+def test_a_layout_that_is_another_one_by_now_is_no_copy(tmp_path: Path, state: dict[str, np.ndarray]) -> None:
     """Another copy is used, or another step; the restore goes on."""
     slot = Slot.create(tmp_path, "slot", CAPACITY)
     seal(slot, 4, 0)
     (found,) = look([slot], ROOT_ID)
     inventory = Inventory([describe([found], [found.memory], "host", [0])])
     seal(slot, 5, 0, state)
-    with pytest.raises(CorruptData, match=says):
+    with pytest.raises(ObjectNotFound, match=NEWER):
         InMemory(SoloGroup(), None, inventory, found.snapshot, timedelta(seconds=1))
 
 
@@ -54,12 +52,62 @@ def test_a_later_step_is_not_taken_for_the_one_that_was_found(tmp_path: Path) ->
     seal(slot, 4, 0)
     source = source_of(slot)
     seal(slot, 5, 0)
-    with pytest.raises(CorruptData, match=r"holds 000000000005-.* of rank 0, expected 000000000004-.* of rank 0"):
+    with pytest.raises(ObjectNotFound, match=NEWER):
         source.part(0)
     assert source.drop_damaged()
-    with pytest.raises(CorruptData, match="step 4 in memory: no copy of the share of rank 0 is left"):
+    with pytest.raises(ObjectNotFound, match=r"in memory: no copy of the share of rank 0 is left: .* used again"):
         source.bring({0})
     assert not source.drop_damaged(), "it would be tried again, for ever"
+    source.close()
+
+
+def test_a_slot_without_its_file_is_no_damage(tmp_path: Path) -> None:
+    """Gone between the look and the first read."""
+    slot = Slot.create(tmp_path, "slot", CAPACITY)
+    seal(slot, 4, 0)
+    (found,) = look([slot], ROOT_ID)
+    inventory = Inventory([describe([found], [found.memory], "host", [0])])
+    slot.unlink()
+    with pytest.raises(ObjectNotFound, match=r"does not hold 000000000004-.* any more: .*: No such file"):
+        InMemory(SoloGroup(), None, inventory, found.snapshot, timedelta(seconds=1))
+
+
+def let_go(slot: Slot) -> None:
+    slot.unlink()
+    slot.empty()
+
+
+def damage(slot: Slot) -> None:
+    slot.body[1000] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("happens", "error", "says"),
+    [
+        (let_go, ObjectNotFound, "any more: "),
+        (lambda slot: seal(slot, 5, 0), ObjectNotFound, "of rank 0 by now, expected"),
+        (damage, CorruptData, "changed in memory after it was sealed. If this happens again, test the host's memory"),
+    ],
+    ids=["let go of", "overwritten", "damaged"],
+)
+def test_what_its_job_lets_go_of_as_it_is_read_is_not_taken_for_damage(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    happens: Callable[[Slot], None],
+    error: type[CkptError],
+    says: str,
+) -> None:
+    """As by a quick restart beside a job that closes: nobody is to test the memory of that host."""
+    slot = Slot.create(tmp_path, "slot", CAPACITY)
+    seal(slot, 4, 0)
+    source = source_of(slot)
+    source.part(0)
+    happens(slot)
+    assert source.drop_damaged()
+    assert says in caplog.text
+    assert ("test the host's memory" in caplog.text) == (error is CorruptData)
+    with pytest.raises(error, match="step 4 in memory: no copy of the share of rank 0 is left"):
+        source.bring({0})
     source.close()
 
 
