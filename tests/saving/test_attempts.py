@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ckptlib
-from ckptlib.errors import ReplicasDiffer, TornSnapshot
+from ckptlib.errors import ReplicasDiffer, StateChanged, TornSnapshot
 from ckptlib.saving.attempts import Attempts
 from ckptlib.saving.ballots import Ballot
 from ckptlib.saving.due import DueSaves
@@ -51,3 +51,18 @@ def test_a_snapshot_that_comes_to_nothing_unmakes_its_own_save_alone(kind: type[
     assert attempts.missed is not None
     assert attempts.missed[0] == 3
     assert isinstance(attempts.missed[1], kind)
+
+
+@pytest.mark.parametrize("kind", [ReplicasDiffer, StateChanged])
+def test_a_save_that_is_not_taken_since_ranks_do_not_agree_is_owed(kind: type[Exception]) -> None:
+    """Though no step is due for long."""
+    session: Any = Session()
+    due = DueSaves(ckptlib.Steps(1000), None)
+    attempts = Attempts(session, due)
+
+    def take() -> Any:
+        raise kind("as planned")
+
+    assert attempts.make(3, True, take) is None
+    assert due.to_store
+    assert attempts.missed is not None
