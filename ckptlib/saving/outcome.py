@@ -157,7 +157,7 @@ class Outcomes:
             durable = event["error"] is None
             for asked in self._asked_for:  # also where it was told before that rank 0 has given it up
                 asked.local = asked.local or (durable and str(asked.save) == key)
-            self._snapshots.released(key, durable=durable)
+            self._snapshots.released(key)
             self.tier.note(keys.parse_save(key).step, durable)
             if durable and (self._rank != 0 or event.get("drains") is False):
                 self.run.succeed()
@@ -183,7 +183,7 @@ class Outcomes:
             self._let_go(outcome)
         elif kind == "failed":
             if not event.get("seen"):
-                self._snapshots.released(key, durable=False)
+                self._snapshots.released(key)
                 self.tier.note_failed(keys.parse_save(key).step)
             if outcome is None:  # it is known already
                 return

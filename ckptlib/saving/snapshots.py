@@ -133,14 +133,14 @@ class Snapshots:
     def _round(self, save: SaveId, number: int) -> Round:
         return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all, frozenset(self._voided))
 
-    def released(self, save: str, durable: bool) -> None:
-        """The writer reads the slot of this save no more. `durable`: the store has the snapshot.
+    def released(self, save: str) -> None:
+        """The writer reads the slot of this save no more.
 
         Only jobs with peers restore from such a slot; otherwise the next snapshot may reuse it immediately, so that a
         loop that waits for each save needs no second slot, whose pages would cost more than the save.
         """
         slot = self._persisting.pop(save, None)
-        if slot is not None and durable and self.placement is None:
+        if slot is not None and self.placement is None:
             self.arena.mark_void(slot)
 
     def poll(self) -> None:
