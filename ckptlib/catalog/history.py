@@ -118,8 +118,8 @@ def check_known(
         if head is not None and generation > head:
             raise CorruptData(
                 f"{url}: the record of generation {generation}, which is newer than all steps, cannot be read, so it "
-                f"cannot be told whether the job went back to an earlier step: {error}. Put it back from a copy of the "
-                f"root; or, if nobody went back, delete {generation.key}"
+                f"cannot be told whether the job went back to an earlier step: {error}. Make it readable, or put it "
+                f"back from a copy of the root; or, if nobody went back, delete {generation.key}"
             )
 
 

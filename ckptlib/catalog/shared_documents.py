@@ -163,10 +163,10 @@ class SharedDocuments:
             except UNUSABLE:
                 raise error from None
             if key not in self._told:
+                what = "make it readable, or" if isinstance(error, ObjectUnreadable) else "see what hurt it, then"
                 log.warning(
-                    "%s. Its copy %s is whole, and is read instead; look at the disks, then: ckptlib verify --mend",
-                    error,
-                    copy,
+                    "%s. Its copy %s is whole, and is read instead; %s put it again: ckptlib verify --mend %s",
+                    *(error, copy, what, self.store.url),
                 )
                 self._told.add(key)
             return found
@@ -218,12 +218,12 @@ class SharedDocuments:
                 self.store.flush(keys.LAYOUTS)  # who has put it may have died before its name was durable
                 self._found.add(digest)
                 return True
-            log.error("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
+            log.warning("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
             self.store.delete(key)
         except ObjectNotFound:
             pass
         except ObjectUnreadable as error:
-            log.error("%s; it is put again", error)
+            log.warning("%s; it is put again", error)
             self.store.delete(key)
         put_new(self.store, key, document)
         return False

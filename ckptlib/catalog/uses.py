@@ -66,8 +66,8 @@ def remedy(error: Exception) -> str:
     if isinstance(error, ObjectNotFound):  # it was listed
         return "It was there a moment ago: where a job or another sweep deletes what it dropped, ask again"
     return (
-        "Put the object back from a copy of the root. To give its step up, delete the object: then the packs that only "
-        "this step used go, too"
+        "Make the object readable, or put it back from a copy of the root. To give its step up, delete the object: "
+        "then the packs that only this step used go, too"
     )
 
 

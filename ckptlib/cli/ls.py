@@ -126,7 +126,8 @@ def _incomplete(generations: Iterable[Branch]) -> str | None:
         return None
     return (
         f"history is incomplete: the record of generation {lost} is missing or cannot be read, so steps before it are "
-        "not listed, and restore does not find them. Put it back from a copy of the root; ls --all lists all steps"
+        "not listed, and restore does not find them. Make it readable, or put it back from a copy of the root; "
+        "ls --all lists all steps"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlib.errors import FormatError
+from ckptlib.format.keys import ROOT
 from ckptlib.imports.dcp import METADATA, read_dcp
 from ckptlib.imports.deepspeed import is_deepspeed, read_deepspeed
 from ckptlib.imports.entries import add_entries
@@ -48,6 +49,11 @@ def format_of(source: Path) -> Format:
     for known in FORMATS:
         if known.fits(source):
             return known
+    if (source / ROOT).is_file():
+        raise FormatError(
+            f"{source}: is a root of ckptlib already. To begin another run from a step of it: `ckptlib copy`, or "
+            "Checkpointer(init_from=); to make files for others of it: `ckptlib export`"
+        )
     names = ", ".join(known.name for known in FORMATS)
     if source.is_dir():
         inner = next(filter(_may_be_meant, sorted(source.glob("*"))), None)

@@ -50,13 +50,8 @@ def _await(other: Session) -> None:
     if not asked:
         return
     steps = ", ".join(map(str, sorted(asked)))
-    what = (
-        f"{other.store.url}: another Checkpointer, or `ckptlib.save_async`, of this process still writes step {steps}"
-    )
-    log.warning(
-        "%s; restore waits for it. Close a Checkpointer, by `with` or `close`, before you make another one of its root",
-        what,
-    )
+    what = f"{other.store.url}: an earlier run or `ckptlib.save_async` of this process still writes step {steps}"
+    log.warning("%s; waiting for it. Close a run, by `with` or `close`, before the next, and nothing waits", what)
     while asked & _under_way(other):
         other.outcomes.poll(0.05)
         if time.monotonic() > deadline:

@@ -45,6 +45,8 @@ def absolute(url: str | Path) -> str:
 
 def _split(url: str) -> tuple[str, str]:
     """Scheme and the rest; a path is of the scheme "file"."""
+    if url[-1:].isspace():  # another job, which strips it, would find another root
+        raise ValueError(f"{url!r} ends with white space, such as the line end of a file it was read from: strip it")
     if lost := _LOST_SLASH.match(url):
         whole = f"{lost[1]}://{'/' if lost[1] in _LOCAL else ''}{url[lost.end() :]}"
         raise ValueError(

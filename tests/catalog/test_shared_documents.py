@@ -295,6 +295,21 @@ def test_a_record_is_put_before_its_copy_and_of_two_tries_the_first_stands(store
     assert store.get(keys.copy_key(second.key)) == record
 
 
+def test_where_a_copy_is_read_the_warning_says_what_to_do(
+    catalog: Catalog, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody looks at disks for a right that is missing."""
+    make_save(catalog, make_generation(catalog), 10, state(10))
+    plan, root = tmp_path / "plan.json", catalog.root()
+    faulty = FaultStore(store, str(plan))
+    write_plan(plan, [{"op": "get", "key": f"^{keys.ROOT}", "action": "unreadable"}])
+    assert Catalog(faulty).root() == root
+    assert f"read instead; make it readable, or put it again: ckptlib verify --mend {faulty.url}" in caplog.text
+    store.delete(keys.ROOT)
+    assert catalog.root() == root
+    assert f"read instead; see what hurt it, then put it again: ckptlib verify --mend {store.url}" in caplog.text
+
+
 def test_a_damaged_copy_comes_again_with_the_next_start(store: Store, catalog: Catalog) -> None:
     """As the page of `ckptlib verify` says."""
     generation = make_generation(catalog)

@@ -337,6 +337,11 @@ def test_a_source_of_no_known_format(tmp_path: Path) -> None:
     refuses(tmp_path, tmp_path / "root", "is meant, give that, such as .*/pytorch_model.bin")
 
 
+def test_a_root_of_ckptlib_is_not_imported_but_copied(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path / "run", {"w": torch.ones(2)}, 1)
+    refuses(tmp_path / "run", tmp_path / "root", "is a root of ckptlib already.*`ckptlib copy`, or .*init_from=")
+
+
 def test_a_source_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"s3://bucket/a\.pt: an import reads files of this machine; copy them here"):
         ckptlib.convert("s3://bucket/a.pt", tmp_path / "root")

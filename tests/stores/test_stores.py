@@ -76,6 +76,17 @@ def test_a_url_that_went_through_pathlib_is_no_directory(
     assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
 
 
+@pytest.mark.parametrize("url", ["run\n", "s3://bucket/run\r\n", "run "])
+def test_a_url_with_the_line_end_of_its_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for what in (absolute, open_store, lambda url: ckptlib.save(url, {"a": torch.ones(1)}, step=1)):
+        with pytest.raises(ValueError, match=r"ends with white space, .*: strip it"):
+            what(url)
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("url", ["s3:///run7/x", "s3://", "gs:///run7/x", "az://"])
 def test_a_directory_is_not_taken_for_the_bucket_of_a_variable_that_is_not_set(url: str) -> None:
     with pytest.raises(ValueError, match=rf"{url} names no bucket: expected .*://BUCKET/PREFIX. Is a variable"):
