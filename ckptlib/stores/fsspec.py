@@ -17,6 +17,7 @@ import errno
 import inspect
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,8 @@ class FsspecStore(Store):
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
         self._lists_flat = _lists_flat(fs)
+        self._turn = threading.Lock()
+        """To call what is no coroutine: SFTP's client takes the answer to another thread's call for that to its own."""
         self._was_there = False
         """Whether anybody has answered."""
 
@@ -100,7 +103,7 @@ class FsspecStore(Store):
         while True:
             tried = time.monotonic()
             try:
-                found = self._attempt(name, min(limit_s, max(end - tried, 0.0)), *args, **kwargs)
+                found = self._attempt(name, limit_s, end, *args, **kwargs)
                 self._was_there = True
                 return found
             except TimeoutError:
@@ -115,12 +118,19 @@ class FsspecStore(Store):
                     raise
                 time.sleep(wait_s)
 
-    def _attempt(self, name: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+    def _attempt(self, name: str, limit_s: float, end: float, /, *args: Any, **kwargs: Any) -> Any:
         """Raises TimeoutError, and the method's errors."""
+        left_s = max(end - time.monotonic(), 0.0)
         coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
-        if coroutine is None or not inspect.iscoroutinefunction(coroutine):
-            return in_thread(partial(getattr(self._fs, name), *args, **kwargs), limit_s)
-        return on_loop(partial(coroutine, *args, **kwargs), self._fs.loop, limit_s)
+        if inspect.iscoroutinefunction(coroutine):
+            return on_loop(partial(coroutine, *args, **kwargs), self._fs.loop, min(limit_s, left_s))
+        if not self._turn.acquire(timeout=min(RETRY_S, left_s)):
+            raise TimeoutError
+        try:
+            left_s = max(end - time.monotonic(), 0.0)
+            return in_thread(partial(getattr(self._fs, name), *args, **kwargs), min(limit_s, left_s))
+        finally:
+            self._turn.release()
 
     @override
     def put(
@@ -266,7 +276,12 @@ class FsspecStore(Store):
         raise OSError(errno.EAGAIN, f"files vanished during each of {_LISTING_TRIES} listings of {path}")
 
     def _entry(self, info: Mapping[str, Any]) -> Entry:
-        return Entry(str(info["name"])[len(self._root) + 1 :], int(info["size"]), _modified(info))
+        name, size = str(info["name"]), info["size"]
+        if size is None:
+            raise StoreError(
+                f"{name} is listed without its size, as web pages list files: copy all to a path or a bucket"
+            )
+        return Entry(name.removeprefix(self._root).lstrip("/"), int(size), _modified(info))
 
     @override
     def delete(self, *keys: str) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import socket
 import sys
+import threading
 import time
 import tracemalloc
 import uuid
+import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
+from helpers.answering import Handler, Server
 from helpers.objects import client_of
 from helpers.s3 import SECRET, s3_options
 from helpers.servers import ObjectStorage
@@ -213,6 +218,64 @@ def test_a_time_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+def test_calls_of_many_threads_are_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFTP has one connection, whose client takes the answer to another thread's call for that to its own."""
+    busy = threading.Lock()
+
+    def alone(name: str) -> None:
+        method = getattr(LocalFileSystem, name)
+
+        def call(*asked: Any, **options: Any) -> object:
+            assert busy.acquire(blocking=False)
+            try:
+                time.sleep(0.002)
+                return method(*asked, **options)
+            finally:
+                busy.release()
+
+        monkeypatch.setattr(LocalFileSystem, name, call)
+
+    store = FsspecStore(f"local://{tmp_path}", {})
+    store.put("a/0", b"0")
+    for name in ("pipe_file", "cat_file", "ls"):
+        alone(name)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: store.put(f"a/{i}", b"%d" % i), range(16)))
+        assert list(threads.map(lambda i: store.get(f"a/{i}"), range(16))) == [b"%d" % i for i in range(16)]
+        assert set(map(len, threads.map(store.scan, ["a/"] * 8))) == {16}
+
+
+def test_who_waits_for_another_call_waits_until_his_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, begun, go = FsspecStore(f"local://{tmp_path}", {}), threading.Event(), threading.Event()
+    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *asked, **options: begun.set() or (go.wait(150) and b"1"))
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(store.get, "a")
+        assert begun.wait(150)
+        with pytest.raises(StoreTimeout, match=r"b: cannot put: no answer within 0 s, for 1 bytes"):
+            store.put("b", b"1", deadline=time.monotonic())
+        go.set()
+        assert other.result() == b"1"
+
+
+def test_an_archive_whose_names_begin_at_its_root(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        archive.writestr("ckptlib.json", b"{}")
+        archive.writestr("steps/1.json", b"1")
+    store = FsspecStore(f"zip://::file://{tmp_path}/run.zip", {})
+    assert keys(store) == ["ckptlib.json", "steps/1.json"]
+    assert keys(store, "steps/") == ["steps/1.json"]
+    assert store.get("steps/1.json") == b"1"
+
+
+def test_web_pages_that_list_files_are_no_store() -> None:
+    class Pages(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, b'<a href="ckptlib.json">ckptlib.json</a>', Content_Type="text/html")
+
+    with Server(Pages) as pages, pytest.raises(StoreError, match=r"/run/ckptlib.json is listed without a size"):
+        FsspecStore(f"{pages.url}/run", {}).scan("")
 
 
 def test_what_has_no_time_is_new() -> None:
