@@ -85,8 +85,7 @@ class FsspecStore(Store):
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
         self._lists_flat = _lists_flat(fs)
-        self._turn = threading.Lock()
-        """To call what is no coroutine: SFTP's client takes the answer to another thread's call for that to its own."""
+        self._turn = threading.Lock()  # to call what is no coroutine: SFTP mixes up answers to several threads
         self._was_there = False
         """Whether anybody has answered."""
 
@@ -278,9 +277,7 @@ class FsspecStore(Store):
     def _entry(self, info: Mapping[str, Any]) -> Entry:
         name, size = str(info["name"]), info["size"]
         if size is None:
-            raise StoreError(
-                f"{name} is listed without its size, as web pages list files: copy all to a path or a bucket"
-            )
+            raise StoreError(f"{name} is listed without a size, as by web pages; copy the files to a path or a bucket")
         return Entry(name.removeprefix(self._root).lstrip("/"), int(size), _modified(info))
 
     @override
