@@ -257,9 +257,15 @@ class Catalog:
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""
+        return self.manifest_as_put(save)[0]
+
+    def manifest_as_put(self, save: SaveId) -> tuple[Manifest, bytes]:
+        """The manifest and its document. Raises as `manifest` does."""
         where = f"{self.store.url}/{save.manifest_key}"
         with gc_pause.kept():
-            return decoded(self.store, lambda: self.manifest_document(save), lambda d: Manifest.decode(save, d, where))
+            return decoded(
+                self.store, lambda: self.manifest_document(save), lambda d: (Manifest.decode(save, d, where), d)
+            )
 
     def manifest_document(self, save: SaveId) -> bytes:
         """As it was put. Raises CheckpointNotFound."""

@@ -5,9 +5,8 @@ Between the listing and the read, retention may drop the step: of `latest` and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TypeVar
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound
@@ -15,28 +14,22 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
 
-T = TypeVar("T")
-
 TRIES = 5
 """A job that drops the newest step within each of so many pairs of requests keeps none long enough to be read."""
 
 
-def resolve_document(catalog: Catalog, step: int | str, best: Best | None = None) -> tuple[SaveId, bytes]:
-    """As `Catalog.resolve`; and the manifest, as it was put. Raises as both do."""
-    return _resolve(catalog, step, best, lambda save: (save, catalog.manifest_document(save)))
-
-
 def resolve_manifest(catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
-    """As `resolve_document`: the manifest, decoded."""
-    return _resolve(catalog, step, best, catalog.manifest)
+    """Of the step that `Catalog.resolve` finds. Raises as that and `Catalog.manifest` do."""
+    return resolve_as_put(catalog, step, best)[0]
 
 
-def _resolve(catalog: Catalog, step: int | str, best: Best | None, read: Callable[[SaveId], T]) -> T:
+def resolve_as_put(catalog: Catalog, step: int | str, best: Best | None = None) -> tuple[Manifest, bytes]:
+    """As `resolve_manifest`: the manifest and its document."""
     for _ in range(TRIES - 1):
         save = catalog.resolve(step, best)
         with suppress(CheckpointNotFound):
-            return read(save)
-    return read(catalog.resolve(step, best))
+            return catalog.manifest_as_put(save)
+    return catalog.manifest_as_put(catalog.resolve(step, best))
 
 
 def is_newest_there(catalog: Catalog, listed: Iterable[SaveId]) -> bool:

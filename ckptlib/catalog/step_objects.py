@@ -40,8 +40,7 @@ class StepObjects:
 
 def step_objects(catalog: Catalog, save: SaveId) -> StepObjects:
     """Raises CheckpointNotFound, ObjectNotFound, CorruptData, FormatError, or what the store raises."""
-    document = catalog.manifest_document(save)
-    manifest = Manifest.decode(save, document, f"{catalog.store.url}/{save.manifest_key}")
+    manifest, document = catalog.manifest_as_put(save)
     packs: dict[str, int] = {}
     for part in each(catalog.part, manifest.parts):
         _add_packs(packs, part)

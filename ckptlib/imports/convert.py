@@ -14,6 +14,7 @@ import torch
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.catalog.retention import drop
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed, StateError
@@ -238,8 +239,7 @@ def _save(settings: Settings, flat: Flat, step: int, left: Unfinished | None) ->
 def _manifest(settings: Settings, step: int) -> Iterator[tuple[Catalog, Manifest]]:
     with open_store(settings.url, settings.options) as store:
         catalog = Catalog(store)
-        save = catalog.resolve(step)
-        yield catalog, Manifest.decode(save, catalog.manifest_document(save), f"{store.url}/{save.manifest_key}")
+        yield catalog, resolve_manifest(catalog, step)
 
 
 def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.resolving import resolve_document
-from ckptlib.catalog.second_read import decoded
+from ckptlib.catalog.resolving import resolve_as_put
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
@@ -22,27 +21,19 @@ def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None =
 
 def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
     """As `resolve`: what says all of it."""
-    return _read_once(group, catalog, f"resolving step {step}", lambda: resolve_document(catalog, step, best))
+    return _read_once(group, catalog, f"resolving step {step}", lambda: resolve_as_put(catalog, step, best))
 
 
 def read_manifest(group: Group, catalog: Catalog, save: SaveId) -> Manifest:
     """Of a step that was just listed, and is not listed again. Collective. Raises CheckpointNotFound."""
-    return _read_once(group, catalog, f"reading step {save}", lambda: (save, catalog.manifest_document(save)))
+    return _read_once(group, catalog, f"reading step {save}", lambda: catalog.manifest_as_put(save))
 
 
-def _read_once(group: Group, catalog: Catalog, what: str, read: Callable[[], tuple[SaveId, bytes]]) -> Manifest:
+def _read_once(group: Group, catalog: Catalog, what: str, read: Callable[[], tuple[Manifest, bytes]]) -> Manifest:
     def find() -> bytes:
-        found, document = read()
-        unread = [document]
+        manifest, document = read()
+        return str(manifest.save).encode() + b"\n" + document
 
-        def decode(document: bytes) -> bytes:
-            Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
-            return document
-
-        document = decoded(catalog.store, lambda: unread.pop() if unread else catalog.manifest_document(found), decode)
-        return str(found).encode() + b"\n" + document
-
-    data = by_rank_0(group, what, find)
-    name, _, document = data.partition(b"\n")
-    found = parse_save(name.decode())
-    return Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+    name, _, document = by_rank_0(group, what, find).partition(b"\n")
+    save = parse_save(name.decode())
+    return Manifest.decode(save, document, f"{catalog.store.url}/{save.manifest_key}")

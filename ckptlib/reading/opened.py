@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import Self, override
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.resolving import resolve_document
+from ckptlib.catalog.resolving import resolve_manifest
 from ckptlib.errors import CheckpointNotFound, StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, values
 from ckptlib.format.box import Box
@@ -70,11 +70,10 @@ def open(
 
 def _manifest_of(catalog: Catalog, step: int | str) -> Manifest:
     try:
-        save, document = resolve_document(catalog, step)
+        return resolve_manifest(catalog, step)
     except CheckpointNotFound:
         catalog.root()  # raises where there is none, which says more
         raise
-    return Manifest.decode(save, document, f"{catalog.store.url}/{save.manifest_key}")
 
 
 class CheckpointReader:

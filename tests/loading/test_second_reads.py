@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,17 @@ from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.step_objects import step_objects
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId
-from ckptlib.format.manifest import Root
+from ckptlib.format.manifest import Manifest, Root
 from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.reader import Reader
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.reading.committed import Committed
+from ckptlib.reading.opened import _manifest_of
 from ckptlib.reading.reader import Want
 from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.stores.local import LocalStore
@@ -126,6 +129,24 @@ def test_a_document_that_was_altered_on_the_way_is_read_again(tmp_path: Path, pr
         store.is_local, store.flips = is_local, flips
         with pytest.raises((CorruptData, FormatError)):
             read()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda catalog, save: _manifest_of(catalog, "latest"), lambda catalog, save: step_objects(catalog, save).manifest],
+    ids=["open", "copy"],
+)
+def test_who_opens_or_copies_a_step_reads_its_manifest_again(
+    tmp_path: Path, read: Callable[[Catalog, SaveId], Manifest]
+) -> None:
+    _, save, _ = saved(tmp_path, is_local=False)
+    store = NoisyDocuments(str(tmp_path))
+    store.prefix, store.is_local, store.flips = "steps/", False, 1
+    assert read(Catalog(store), save).save == save
+    assert store.flips == 0
+    store.flips = 1000
+    with pytest.raises(CorruptData):
+        read(Catalog(store), save)
 
 
 def test_verify_reads_again_and_tells_only_what_stays(tmp_path: Path) -> None:
