@@ -188,7 +188,7 @@ class Outcomes:
             if outcome is None:  # it is known already
                 return
             self._open.pop(key, None)
-            self._failed(outcome, str(event["kind"]), str(event["error"]), key, "in_doubt" in event)
+            self._failed(outcome, str(event["kind"]), str(event["error"]), "in_doubt" in event)
 
     def _let_go(self, outcome: Outcome) -> None:
         """Where the writer will say no more of it unless it is asked."""
@@ -202,7 +202,7 @@ class Outcomes:
         show(log, "step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", seconds)
         self.listener.tell(Committed(step, nbytes, float(seconds)))
 
-    def _failed(self, outcome: Outcome, kind: str, text: str, key: str, in_doubt: bool) -> None:
+    def _failed(self, outcome: Outcome, kind: str, text: str, in_doubt: bool) -> None:
         """`in_doubt`: the step may be there, or come to be there, all the same."""
         error: SaveFailed
         if kind == ReplicasDiffer.__name__:  # the ranks' votes tell, too: the next save compares, and that one counts
@@ -220,7 +220,7 @@ class Outcomes:
                     "and may be committed all the same: `ckptlib ls` tells whether the step is there, and the next "
                     "start of the job may commit it"
                 )
-            error = SaveFailed(f"save {key} failed {what}; earlier steps are untouched: {text}")
+            error = SaveFailed(f"save {outcome.save} failed {what}; earlier steps are untouched: {text}")
         remedy = ""
         if kind == StoreDenied.__name__:
             remedy = (
