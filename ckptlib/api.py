@@ -125,10 +125,10 @@ def save_async(
 def begin_save(
     url: str | Path,
     order: SaveOrder,
-    storage_options: Mapping[str, object] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    codec: Asked = AUTO,
-    keep: Keep | None = None,
+    storage_options: Mapping[str, object] | None,
+    process_group: dist.ProcessGroup | None,
+    codec: Asked,
+    keep: Keep | None,
     timeout: timedelta = CALL_TIMEOUT,
     tags: Mapping[str, str] | None = None,
 ) -> Pending:

@@ -178,7 +178,7 @@ class Checkpointer:
             self._steps = Steps(self._session, state, self._turns, self._fence, self._attempts, metrics)
             self._exports = Exports(export, self._session)
             begin = None if beginning is None else beginning.load
-            self._resumption = Resumption(*(self._session, state, self._turns, self._attempts, self._exports, begin))
+            self._resumption = Resumption(self._session, state, self._turns, self._attempts, self._exports, begin)
             self._install()
             self._keeper = StateKeeper(self._session, state)
             self._ending = Ending(self._session, self._turns, self._fence, self._keeper, self._exports, self._attempts)
