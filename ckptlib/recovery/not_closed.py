@@ -51,7 +51,7 @@ def _await(other: Session) -> None:
         return
     steps = ", ".join(map(str, sorted(asked)))
     what = f"{other.store.url}: an earlier run or `ckptlib.save_async` of this process still writes step {steps}"
-    log.warning("%s; waiting for it. Close a run, by `with` or `close`, before the next, and nothing waits", what)
+    log.warning("%s; this waits for it. Close a run, by `with` or `close`, before the next begins", what)
     while asked & _under_way(other):
         other.outcomes.poll(0.05)
         if time.monotonic() > deadline:
