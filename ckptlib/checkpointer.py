@@ -33,7 +33,7 @@ from ckptlib.policy.preemption import check_preempted
 from ckptlib.policy.tier import KEEP_LAST, directory_of, tier_of
 from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.together import together
-from ckptlib.recovery.restore import Part
+from ckptlib.recovery.restore import Scope
 from ckptlib.recovery.resumption import Resumption
 from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.attempts import Attempts
@@ -226,7 +226,7 @@ class Checkpointer:
         some. Where a newer ckptlib has begun a run in the root, it raises NewerFormat, whatever the steps are.
         """
         self._check_open()
-        report = self._resumption.restore(step, Part(only, map, optional), strict, device, self._steps.has_saved)
+        report = self._resumption.restore(step, Scope(only, map, optional), strict, device, self._steps.has_saved)
         self._steps.restored = report.step
         return report
 

@@ -28,7 +28,7 @@ from ckptlib.errors import AgreementFailed, CheckpointNotFound, CkptError, Objec
 from ckptlib.events import Restored
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId, checked_step
-from ckptlib.format.part import Part as SavedPart
+from ckptlib.format.part import Part
 from ckptlib.loading.committed import read_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
@@ -84,12 +84,12 @@ Load = Callable[[StepSource], Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Scope:
     """Which part of the state is restored, and from which names; see `ckptlib.load`."""
 
-    only: Only = None
-    map: Rename = None
-    optional: str | Sequence[str] = ()
+    only: Only
+    map: Rename
+    optional: str | Sequence[str]
 
 
 def restore(
@@ -97,8 +97,8 @@ def restore(
     state: Mapping[str, object],
     strict: bool,
     device: str | torch.device | None,
-    step: int | str | None = None,
-    part: Part | None = None,
+    step: int | str | None,
+    scope: Scope,
 ) -> Result:
     """Fills `state`; collective.
 
@@ -110,9 +110,8 @@ def restore(
     ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
     known then. Raises CheckpointNotFound, too, where there is no step and the run must resume.
     """
-    part = part or Part()
-    _check_asked(session, step, part)
-    order = LoadOrder(state, strict=strict, device=device, only=part.only, rename=part.map, optional=part.optional)
+    _check_asked(session, step, scope)
+    order = LoadOrder(state, strict=strict, device=device, only=scope.only, rename=scope.map, optional=scope.optional)
     load = partial(_load, session, order)
     laps = Laps()
     await_others(session)
@@ -176,6 +175,11 @@ def restore(
         raise skipped.error(session.store.url)
     _check_there(session)
     tell_left_out(session, inventory, in_part, None)
+    return _begin_anew(session, on_disks)
+
+
+def _begin_anew(session: Session, on_disks: Mapping[SaveId, LocalStep]) -> Result:
+    """There is no step. Collective. Raises CheckpointNotFound where the run must resume."""
     catalog, own, is_first = session.catalog, session.generation, session.group.rank == 0
     if session.settings.must_resume:
         together(session.group, "looking for a step", lambda: refuse_fresh(catalog, own) if is_first else None)
@@ -187,13 +191,13 @@ def restore(
     return Result(LoadReport(0, session.store.url, None, 0, 0.0))
 
 
-def _check_asked(session: Session, step: int | str | None, part: Part) -> None:
+def _check_asked(session: Session, step: int | str | None, scope: Scope) -> None:
     """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
     if step is not None and not isinstance(step, str):
         checked_step(step)
     if not session.group.same(repr(step).encode()):
         raise ValueError(f"restore(step={step!r}): not all ranks named this step")
-    if not session.group.same(b"" if part.only is None else b"only"):  # those that restore all save it again together
+    if not session.group.same(b"" if scope.only is None else b"only"):  # those that restore all save it again together
         raise ValueError("restore(only=) was given on some ranks only; every rank must give it, or none")
     if step is not None and session.lineage.began:
         raise ValueError(
@@ -337,7 +341,7 @@ def _load(session: Session, order: LoadOrder, source: StepSource) -> Result:
     return Result(loaded.report, generators, marks)
 
 
-def _marks_in(part: SavedPart) -> Marks:
+def _marks_in(part: Part) -> Marks:
     metrics = {name: values.decode(value, f"metrics[{name}]") for name, value in part.metrics.items()}
     return Marks(metrics, part.exempt, part.created)
 

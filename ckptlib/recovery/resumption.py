@@ -12,7 +12,7 @@ import torch
 
 from ckptlib.loading.report import LoadReport
 from ckptlib.recovery.keeping import keep_restored
-from ckptlib.recovery.restore import Part, restore
+from ckptlib.recovery.restore import Scope, restore
 from ckptlib.saving.attempts import Attempts
 from ckptlib.saving.exports import Exports
 from ckptlib.saving.session import Session
@@ -63,7 +63,7 @@ class Resumption:
     def restore(
         self,
         step: int | str | None,
-        part: Part,
+        scope: Scope,
         strict: bool,
         device: str | torch.device | None,
         has_saved: bool,
@@ -71,7 +71,7 @@ class Resumption:
         """See `Checkpointer.restore`. `has_saved`: whether `save` has taken a step."""
         self._check_first(has_saved)
         session, rank = self._session, self._session.group.rank
-        report, self._generators, marks, safer = restore(session, self._state, strict, device, step, part)
+        report, self._generators, marks, safer = restore(session, self._state, strict, device, step, scope)
         session.writer.wake()
         if report.save is None and self._begin is not None:
             report = self._begin(self._state, strict, device)
@@ -84,13 +84,13 @@ class Resumption:
             if safer is not None:
                 self._to_warm = None  # else this rank's own slots might take its room before it has another copy
             self.warm()
-        if part.only is not None and report.save is not None and rank == 0:
+        if scope.only is not None and report.save is not None and rank == 0:
             log.warning(
                 "restore(only=%r): all else of the state, and the random generators, are left as they were, by every "
                 "restart of a program that says so. To begin from another run, ckptlib.load(url, state, only=...)",
-                part.only,
+                scope.only,
             )
-        if part.only is None:  # on all ranks
+        if scope.only is None:  # on all ranks
             generators = self._generators
             self._attempts.last = keep_restored(session, self._state, report, marks, generators, self._attempts)
         self._exports.note_restored(report.save, report.committed, self._attempts.last)
