@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
@@ -20,6 +20,7 @@ from ckptlib.catalog.late_commit import check_found, check_packs, stay_or_take_b
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each, warm
 from ckptlib.catalog.rights import check_may_commit, is_recorded
+from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.uses import check_kept, times_of
 from ckptlib.errors import (
@@ -154,9 +155,8 @@ class Committer:
                 f"step {save.step}: what several ranks hold, and one of them wrote for all, is not the same on all of "
                 "them; the step is not committed"
             )
-        proved, document = self._prove(save, names)
-        catalog = self.catalog
-        first = PartHead.decode(names[0], catalog.store.get(names[0].key) if document is None else document)
+        proved, first = self._prove(save, names)
+        catalog, first = self.catalog, first or self._head(names[0])
         users = self._users(names, first)
         uses = times_of(catalog, save, users)
         sizes = [name.nbytes for name in names if name.nbytes is not None]
@@ -182,7 +182,7 @@ class Committer:
         """
         known: dict[str | None, tuple[PackSet, ...]] = {None: (), uses_digest(()): (), names[0].uses: first.uses}
         others = {name.uses: name for name in names if name.uses not in known}
-        heads = each(lambda n: PartHead.decode(n, self.catalog.store.get(n.key)), others.values())
+        heads = each(self._head, others.values())
         known.update(zip(others, (head.uses for head in heads), strict=True))
         ranks: dict[str | None, list[int]] = {}
         for name in names:
@@ -192,6 +192,10 @@ class Committer:
             for of in known[digest]:
                 found[of] = found.get(of, frozenset()).union(some)
         return found
+
+    def _head(self, name: PartName) -> PartHead:
+        store = self.catalog.store
+        return decoded(store, partial(store.get, name.key), partial(PartHead.decode, name))
 
     def commit_when_whole(
         self,
@@ -259,26 +263,29 @@ class Committer:
         """Whether its manifest may be there, though committing it has failed."""
         return self._doubted == save
 
-    def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, bytes | None]:
-        """And rank 0's part, where it had to be read."""
+    def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, PartHead | None]:
+        """And the head of rank 0's part, where it had to be read."""
         key = tuple(name.table for name in names)
         if key in self._proved:
             return self._proved[key], None
-        proved, doubts, document = _prove(self.catalog, save, names)
+        proved, doubts, first = _prove(self.catalog, save, names)
         if not doubts:  # what lies as it did may have other bytes the next time
             self._proved = {key: proved}
-        return proved, document
+        return proved, first
 
 
-def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, Sequence[Doubt], bytes]:
-    """Reads every part; returns overlaps, too, which only the bytes can settle, and rank 0's part. Raises SaveFailed if
-    the save is not whole."""
+def _prove(
+    catalog: Catalog, save: SaveId, names: Sequence[PartName]
+) -> tuple[_Proved, Sequence[Doubt], PartHead | None]:
+    """Reads every part; returns overlaps, too, which only the bytes can settle, and the head of rank 0's part. Raises
+    SaveFailed if the save is not whole."""
     found: list[tuple[str, int]] = []
-    nbytes, nbytes_state, proof, first = 0, 0, Proof(), b""
+    nbytes, nbytes_state, proof, store = 0, 0, Proof(), catalog.store
+    first: PartHead | None = None
     # Decoded here: to do so is work for one core, and garbage collection is put off meanwhile.
-    for name, document in zip(names, each(lambda name: catalog.store.get(name.key), names), strict=True):
-        part = catalog.decode_part(name, document)
-        first = first or document
+    for name, document in zip(names, each(lambda name: store.get(name.key), names), strict=True):
+        part = decoded(store, partial(store.get, name.key), partial(catalog.decode_part, name), document)
+        first = first or part.head
         if part.world_size != len(names):
             what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
             raise SaveFailed(f"step {save.step}: {what}")

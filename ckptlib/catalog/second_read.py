@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def decoded(store: Store, read: Callable[[], bytes], decode: Callable[[bytes], T]) -> T:
-    """What `decode` makes of what `read` gives. Raises what both raise; of a store behind a network, `decode` has had a
-    second reading then.
+def decoded(store: Store, read: Callable[[], bytes], decode: Callable[[bytes], T], document: bytes | None = None) -> T:
+    """What `decode` makes of what `read` gives, the first time of `document`, where the caller has read it already.
+    Raises what both raise; of a store behind a network, `decode` has had a second reading then.
     """
-    document = read()
+    document = read() if document is None else document
     try:
         return decode(document)
     except (CorruptData, FormatError) as error:

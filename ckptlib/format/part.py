@@ -82,6 +82,10 @@ class Part:
         own = self.save.packs_prefix
         return sum(pack.nbytes for pack in self.packs if pack.key.startswith(own))
 
+    @property
+    def head(self) -> PartHead:
+        return PartHead(self.created, self.metrics, self.uses, self.exempt, self.account)
+
     def encode(self) -> tuple[PartName, bytes]:
         """The document and the name it is put under."""
         uses = self.uses

@@ -149,6 +149,27 @@ def test_who_opens_or_copies_a_step_reads_its_manifest_again(
         read(Catalog(store), save)
 
 
+def test_a_committer_reads_a_part_again(tmp_path: Path) -> None:
+    """And where it knows the table of the part, so that it reads nothing but its head."""
+    store = NoisyDocuments(str(tmp_path))
+    store.prefix, store.is_local = "parts/", False
+    catalog = Catalog(store)
+    catalog.open_root(Root("0" * 32, XXH3, 60.0))
+    generation, committer = make_generation(catalog), Committer(catalog)
+    tensors = {"w": np.arange(SIZES["small"], dtype=np.float32)}
+    for step in (1, 2):
+        save = SaveId(step, generation)
+        names = [put_part(catalog, save, 0, layout_of(tensors, 1), tensors)]
+        store.flips = 1000
+        with pytest.raises(CorruptData):
+            committer.commit(save, names)
+        assert not catalog.is_committed(save)
+        store.flips = 1
+        assert committer.commit(save, names).created == 0.0
+        assert store.flips == 0
+        assert catalog.is_committed(save)
+
+
 def test_verify_reads_again_and_tells_only_what_stays(tmp_path: Path) -> None:
     store, save, _ = saved(tmp_path, is_local=False)
 
