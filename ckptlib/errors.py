@@ -119,8 +119,8 @@ class SaveFailed(CkptError):
     """A save that will never be committed. Earlier steps are untouched.
 
     If its manifest may have been put all the same, or this rank's part, as where only the answer was lost, or the next
-    start of the job may commit it, since the store took no word of the failure, the message says that it may be
-    committed all the same: `ckptlib ls` tells whether it is there.
+    start of the job may commit it, since the store took no word of the failure, or local disks have the step, the
+    message says that it may be committed all the same: `ckptlib ls` tells whether it is there.
     """
 
 

@@ -203,8 +203,10 @@ class Outcomes:
         self.listener.tell(Committed(step, nbytes, float(seconds)))
 
     def _failed(self, outcome: Outcome, kind: str, text: str, in_doubt: bool) -> None:
-        """`in_doubt`: the step may be there, or come to be there, all the same."""
+        """`in_doubt`: the step may be there, or come to be there, all the same. So may one that is on local disks: a
+        restart goes on from the newest of these, and drains it."""
         error: SaveFailed
+        is_local = self.tier.is_used and outcome.local
         if kind == ReplicasDiffer.__name__:  # the ranks' votes tell, too: the next save compares, and that one counts
             outcome.error = ReplicasDiffer(text)
             log.warning("%s", text)
@@ -215,7 +217,7 @@ class Outcomes:
             error = self._store.superseded = Superseded(text)
         else:
             what = "and will never be committed"
-            if in_doubt:
+            if in_doubt or is_local:
                 what = (
                     "and may be committed all the same: `ckptlib ls` tells whether the step is there, and the next "
                     "start of the job may commit it"
@@ -227,8 +229,7 @@ class Outcomes:
                 "; no save will succeed before somebody changes that, and training ends when saves have failed for "
                 f"{self._max_outage_s / 60:g} min (max_outage)"
             )
-        is_local = self.tier.is_used and outcome.local and kind == StoreFull.__name__
-        self.run.fail(time.monotonic(), error, is_local)
+        self.run.fail(time.monotonic(), error, is_local and kind == StoreFull.__name__)
         log.error("%s%s", error, remedy)
         outcome.error = error
         self.listener.tell(Failed(outcome.save.step, error, tier="store"))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -247,7 +248,7 @@ def test_a_full_bucket_fails_what_is_drained_and_ends_no_training(tiered: Tiered
         tiered.plans({"op": "commit", "key": "^packs", "action": "full"})
         for step in range(1, 5):
             pending = tiered.saved(ckpt, step)
-            with pytest.raises(SaveFailed, match="no space, as planned"):
+            with pytest.raises(SaveFailed, match=r"may be committed all the same.*no space, as planned"):
                 pending.wait_committed(WAIT_S)
         run = ckpt._session.outcomes.run
         assert (run.count, run.lasted_s) == (4, 0.0)
@@ -255,6 +256,22 @@ def test_a_full_bucket_fails_what_is_drained_and_ends_no_training(tiered: Tiered
         tiered.plans()
         tiered.saved(ckpt, 5).wait_committed(WAIT_S)
     assert steps(tiered.bucket) == [5]
+
+
+def test_a_step_that_a_full_bucket_refused_is_restored_from_the_disk_and_drained(tiered: Tiered) -> None:
+    """So nobody is told that it never comes."""
+    with suppress(InterruptedError), tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.plans({"op": "commit", "key": "^packs", "action": "full"})
+        pending = tiered.saved(ckpt, 1)
+        with pytest.raises(SaveFailed, match="may be committed all the same"):
+            pending.wait_committed(WAIT_S)
+        raise InterruptedError
+    tiered.plans()
+    with tiered.open(Job(tiered.bucket, seed=1)) as ckpt:
+        assert ckpt.restore().step == 1
+        assert ckpt.pending is not None
+        ckpt.pending.wait_committed(WAIT_S)
+    assert steps(tiered.bucket) == [1]
 
 
 def test_a_bucket_that_stalls_holds_no_save_up(tiered: Tiered) -> None:
