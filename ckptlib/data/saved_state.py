@@ -12,7 +12,8 @@ def checked_counts(state: Mapping[str, object], identity: Mapping[str, object], 
     missing = sorted({*counts, *identity} - state.keys())
     if missing:
         raise StateMismatch(
-            f"the saved place in the data lacks {missing}: another kind of loader saved {sorted(state)}"
+            f"the saved place in the data lacks {missing}: another kind of loader saved {sorted(state)}. Resume with "
+            "that one. To begin the data anew, put this one into the state under another name: restore(strict=False)"
         )
     found = [value for count in counts if type(value := state[count]) is int and value >= 0]
     if len(found) < len(counts):

@@ -27,7 +27,7 @@ def resumable(loader: DataLoader[Any]) -> ResumableLoader:
         raise TypeError(f"expected a torch.utils.data.DataLoader, got a {type(loader).__name__}")
     if not getattr(loader, "in_order", True):  # torch 2.6 has no such option
         raise ValueError(
-            "in_order=False gives batches as workers finish, so a number of them is no place; leave it out"
+            "in_order=False gives batches as workers finish, so how many were taken does not tell which; leave it out"
         )
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader)

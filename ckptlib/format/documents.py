@@ -74,7 +74,7 @@ def as_written(data: bytes, where: str) -> bytes:
         return data
     log.warning(
         "%s: the version in it was altered after it was written: %r was %r, by its digest, and it is read as such. "
-        "Look at the disks, or: ckptlib verify",
+        "See what altered it; for more that was: ckptlib verify URL --all",
         where,
         data[:24].partition(b",")[0].decode(errors="replace"),
         before[:24].partition(b",")[0].decode(),

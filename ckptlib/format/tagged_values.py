@@ -73,7 +73,7 @@ def _decode_object(data: dict[str, object], where: Where, depth: int) -> object:
     _expect(len(data) == 1, where, "one key, because one of them is a tag", data)
     [(tag, body)] = data.items()
     if tag not in _DECODERS:
-        raise FormatError(f"{text_of(where)}: unknown tag {tag[:80]!r}; is it written by a newer ckptlib?")
+        raise FormatError(f"{text_of(where)}: unknown tag {tag[:80]!r}; did a newer ckptlib write it? Update this one")
     return _DECODERS[tag](body, (where, tag), depth)
 
 

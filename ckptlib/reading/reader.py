@@ -298,9 +298,10 @@ class StepReader(ABC, Generic[T]):
 
     def _check_cover(self, name: str, hole: Box | None) -> None:
         if hole is not None:
+            step = self._source.save.step
             raise CorruptData(
-                f"{name}{hole}: no chunk of step {self._source.save.step} holds these elements; try an earlier step, "
-                "or: ckptlib verify"
+                f"{name}{hole}: no chunk of step {step} holds these elements; try an earlier step, or: ckptlib verify "
+                f"URL {step}"
             )
 
     def _run(self, request: Request, digest: Callable[[Iterable[memoryview]], str], landing: Landing) -> int:

@@ -256,7 +256,8 @@ class Request:
             if found != read.digest:
                 raise CorruptData(
                     f"{read}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got {found}); "
-                    f"the object was altered after it was written. Try an earlier step than {step}, or: ckptlib verify"
+                    "the object was altered after it was written. Try an earlier step than "
+                    f"{step}, or: ckptlib verify URL {step}"
                 )
             if not self.direct:
                 landing.place(read, data, start)

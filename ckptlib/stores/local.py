@@ -46,7 +46,7 @@ class LocalStore(Store):
 
     def __init__(self, path: str) -> None:
         if not path:
-            raise ValueError("a local store needs a path, got ''")
+            raise ValueError("the URL of the root is empty, where it needs a path: is a variable in it not set?")
         self._root = os.path.abspath(path)
         self.url = "file://" + self._root
         self.pack_nbytes, self.late_nbytes = 1 << 40, LATE_NBYTES

@@ -220,7 +220,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
         "use of other steps": users.keys() == manifest.uses.keys()
         and told_users({of: ranks for of, ranks in users.items() if len(ranks) < len(parts)}) == manifest.users,
         "time": parts[0].created == manifest.created,
-        "metrics": parts[0].metrics == manifest.metrics,
+        "set of metrics": parts[0].metrics == manifest.metrics,
         "exemption": parts[0].exempt == manifest.exempt,
         "account": parts[0].account == manifest.account,
     }

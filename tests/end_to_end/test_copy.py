@@ -250,7 +250,7 @@ def forge(**fields: object) -> Callable[[Path], None]:
         (alter_manifest, "does not match its digest"),
         (forge(uses={}), "its use of other steps is not that of its parts"),
         (forge(nbytes=1), "its size is not that of its parts"),
-        (forge(metrics={"loss": 0.0}), "its metrics is not that of its parts"),
+        (forge(metrics={"loss": 0.0}), "its set of metrics is not that of its parts"),
         (forge(parts=["../../../etc/passwd"]), "not a part of this save"),
         (forge(parts=[]), "does not name one part for each of 1 ranks"),
         (forge(layouts={"f" * 32: [[0, 0]]}), "layout"),

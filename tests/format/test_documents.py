@@ -120,6 +120,7 @@ def test_a_document_is_of_the_version_that_its_digest_says(example: bytes, caplo
         caplog.clear()
         assert decode(kind_of(example), data, "here").integer("step") == 500
         assert "here: the version in it was altered" in caplog.text
+        assert "for more that was: ckptlib verify URL --all" in caplog.text
         assert as_written(data, "here") == example
         assert is_version_altered(data)
     caplog.clear()

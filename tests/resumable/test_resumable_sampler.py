@@ -178,7 +178,7 @@ def state_of(length: int = 10, global_batch: int = 4, **options: object) -> dict
         ),
         (state_of(seed=1), r"seed 0, and the checkpoint was saved with 1.*Resume with seed 1"),
         (state_of(shuffle=False), r"order 'feistel-8', and the checkpoint was saved with 'in sequence'.*Resume with"),
-        ({"epoch": 0, "consumed": 4}, r"lacks \['length', 'order', 'seed'\]: another kind of loader saved"),
+        ({"epoch": 0, "consumed": 4}, r"lacks \['length', 'order', 'seed'\]: another kind.*Resume with that"),
         ({**state_of(), "consumed": 10}, r"consumed 10 of 10"),
         ({**state_of(), "consumed": -4}, r"expected integers from 0"),
         ({**state_of(), "epoch": 1.0}, r"expected integers from 0"),

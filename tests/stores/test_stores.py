@@ -47,7 +47,7 @@ def test_a_path_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         f"{tmp_path}/other/../run/",
     ]:
         assert open_store(url).url == absolute(url) == f"file://{tmp_path}/run"
-    with pytest.raises(ValueError, match="needs a path"):
+    with pytest.raises(ValueError, match="needs a path: is a variable in it not set"):
         open_store(absolute(""))
     assert absolute("s3://bucket/run") == absolute("s3://bucket/run/") == "s3://bucket/run"
 
