@@ -53,7 +53,7 @@ def command(
     try:
         naming = Naming(list(only) or None, strip, dict(map(_rename, renames)))
         order = ExportOrder(form, naming, dtype_of(dtype), parse_size(max_shard_size))
-        path = local_path(out)
+        path = local_path(out, form)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     options = storage_options(option)

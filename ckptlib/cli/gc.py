@@ -82,6 +82,8 @@ def command(
     """
     catalog = Catalog(store)
     run = partial(sweep, catalog, abandoned=abandoned, exempt=exempt)
+    if keep_best and mode is None:
+        raise click.UsageError(f"--keep-best {keep_best} needs --mode min, as for a loss, or max, as for an accuracy")
     try:
         keep = Keep(
             last=keep_last,

@@ -47,6 +47,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run
 
 COUNT = Quantity("count", COUNTS, "7B")
 SIZE = Quantity("size", BYTES, "80GB")
-SPAN = Quantity("time", SECONDS, "2h")
+SPAN = Quantity("time", {unit: SECONDS[unit] for unit in SECONDS if unit}, "2h")
+"""A bare number would be steps to some, hours to others."""
 HOURS = Quantity("time", {**SECONDS, "": 3600}, "24h", most=timedelta.max.total_seconds())
 """In seconds, as the other one; a bare number is hours. A timedelta can hold it."""

@@ -44,8 +44,8 @@ class Export:
 
     def __post_init__(self) -> None:
         """Raises ValueError, before a run begins that would not give what it is asked for."""
-        local_path(self.out)
         order_of(self.document())
+        local_path(self.out, self.format)
         if self.steps is not None:
             if not policy_of(self.steps).by_step:
                 raise ValueError(f"Export(steps={self.steps!r}): expected what can be told from the step alone")

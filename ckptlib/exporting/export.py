@@ -17,6 +17,9 @@ from ckptlib.reading.opened import CheckpointReader, open
 SAFETENSORS, HF, TORCH, DCP = "safetensors", "hf", "torch", "dcp"
 FORMATS = (SAFETENSORS, HF, TORCH, DCP)
 
+_NAMES_OF_OTHERS = {SAFETENSORS: {TORCH: (".pt", ".pth", ".bin", ".ckpt")}, TORCH: {SAFETENSORS: (".safetensors",)}}
+"""By format: the ends of names by which other libraries take a file for one of another format."""
+
 Progress = Callable[[int], None]
 
 
@@ -73,7 +76,7 @@ def export(
     exported to "dcp" only. Of tensors that each rank had its own, rank 0's are. Raises as `ckptlib.open` does;
     StateMismatch and UnsupportedState by name; ObjectExists, NoRoom.
     """
-    path = local_path(out)
+    path = local_path(out, format)
     naming = Naming([only] if isinstance(only, str) else only, strip, map or {})
     with open(url, step, "numpy", storage_options=storage_options) as opened:
         order = ExportOrder(format, naming, dtype_of(dtype), parse_size(max_shard_size))
@@ -96,8 +99,8 @@ class ExportOrder:
             raise ValueError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
 
 
-def local_path(out: str | Path) -> Path:
-    """Raises ValueError for a URL, and for a path below "~"."""
+def local_path(out: str | Path, format: str) -> Path:
+    """Raises ValueError for a URL, for a path below "~", and for the name of a file of another format."""
     if "://" in str(out):
         raise ValueError(f"{out}: an export goes to a path of this machine; copy the files from there")
     if Path(out).parts[:1] == ("~",):
@@ -105,6 +108,12 @@ def local_path(out: str | Path) -> Path:
             f"{out} would be below a directory called ~, since only a shell makes the home directory of it: pass "
             f"{os.path.expanduser(out)}, or {os.path.abspath(out)} if the directory is meant"
         )
+    for other, ends in _NAMES_OF_OTHERS.get(format, {}).items():
+        if Path(out).suffix in ends:
+            raise ValueError(
+                f"{out} is the name of a file of {other}, and the format is {format}, which {other} does not read: "
+                f"give format {other}, or another name"
+            )
     return Path(out)
 
 

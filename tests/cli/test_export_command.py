@@ -35,3 +35,4 @@ def test_it_refuses(ckptlib: Ckptlib, made: LocalStore, tmp_path: Path) -> None:
         assert (found.code, text in found.err) == (code, True), (more, found.err)
         assert not out.exists()
     assert ckptlib("export", made.url, "s3://bucket/x").code == 2
+    assert "give format torch" in ckptlib("export", made.url, tmp_path / "x.pt").err

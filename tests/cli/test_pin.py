@@ -125,3 +125,7 @@ def test_rules_that_make_no_sense(ckptlib: Ckptlib, judged: LocalStore, options:
     before = files(path_of(judged))
     assert ckptlib("gc", judged.url, "--keep-last", 1, *options).code == 2
     assert files(path_of(judged)) == before
+
+
+def test_the_best_needs_a_mode_in_the_words_of_the_command(ckptlib: Ckptlib, judged: LocalStore) -> None:
+    assert "needs --mode min" in ckptlib("gc", judged.url, "--keep-last", 1, "--keep-best", "loss").err

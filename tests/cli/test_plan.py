@@ -81,6 +81,8 @@ def test_the_store_is_left_as_it_was(ckptlib: Ckptlib, root: Path, tmp_path: Pat
         (("--params", "0"), "above 0"),
         (("--params", "1e99"), "above 0"),
         (("--params", "7B", "--every", "2 weeks"), "such as 2h"),
+        (("--params", "7B", "--every", "500"), "and a unit"),
+        (("--params", "7B", "--mtbf", "12"), "and a unit"),
         (("--params", "7B", "--layers", "3"), "--hidden"),
         (("--params", "7B", "--at-most", "0"), "0<x<1"),
         (("--params", "7B", "--batch", "1"), "--batch: these go with --layers"),

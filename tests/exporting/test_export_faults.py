@@ -258,6 +258,18 @@ def test_a_path_that_only_a_shell_knows(
     assert {*tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("m.pt", "safetensors"), ("m.bin", "safetensors"), ("m.safetensors", "torch")]
+)
+def test_no_file_has_the_name_of_another_format(path: Path, tmp_path: Path, name: str, form: str) -> None:
+    """torch.load refuses such a file, transformers takes it for damaged."""
+    told = f"{name} is the name of a file of .*the format is {form}.*give format"
+    for wrong in (lambda: ckptlib.export(path, tmp_path / name, format=form), lambda: ckptlib.Export(name, form)):
+        with pytest.raises(ValueError, match=told):
+            wrong()
+    assert not (tmp_path / name).exists()
+
+
 def test_of_two_exports_at_the_same_time_one_has_all_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a trainer that was killed goes on, of a step that its restart has saved again. It gives its files their
     names when the other one has just found them free."""
