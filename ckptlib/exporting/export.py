@@ -17,8 +17,8 @@ from ckptlib.reading.opened import CheckpointReader, open
 SAFETENSORS, HF, TORCH, DCP = "safetensors", "hf", "torch", "dcp"
 FORMATS = (SAFETENSORS, HF, TORCH, DCP)
 
-_NAMES_OF_OTHERS = {SAFETENSORS: {TORCH: (".pt", ".pth", ".bin", ".ckpt")}, TORCH: {SAFETENSORS: (".safetensors",)}}
-"""By format: the ends of names by which other libraries take a file for one of another format."""
+_ENDS = {SAFETENSORS: (".safetensors",), TORCH: (".pt", ".pth", ".bin", ".ckpt")}
+"""Of names by which other libraries take a file for one of this format."""
 
 Progress = Callable[[int], None]
 
@@ -108,8 +108,8 @@ def local_path(out: str | Path, format: str) -> Path:
             f"{out} would be below a directory called ~, since only a shell makes the home directory of it: pass "
             f"{os.path.expanduser(out)}, or {os.path.abspath(out)} if the directory is meant"
         )
-    for other, ends in _NAMES_OF_OTHERS.get(format, {}).items():
-        if Path(out).suffix in ends:
+    for other, ends in _ENDS.items():
+        if format in _ENDS and format != other and Path(out).suffix in ends:
             raise ValueError(
                 f"{out} is the name of a file of {other}, and the format is {format}, which {other} does not read: "
                 f"give format {other}, or another name"
