@@ -3,8 +3,8 @@
     python examples/train_gpt.py --root /tmp/run
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --root /tmp/run
 
-Everything a run knows is in its weights and under --root. Start the same command again and it goes on with the same
-bits, as if nothing had happened; start it with another number of ranks and it goes on with the same data.
+All that the run needs to go on is under --root. Start the same command again, and it goes on with the same bits, as if
+nothing had happened. Start it with another number of ranks, and it goes on with the same data.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> None:
         fully_shard(model)
     elif args.parallel == "ddp":
         # DDP reorders its gradient buckets after a process's first step, so from three ranks on a resumed run adds the
-        # same numbers in another order. Looking for unused parameters has the side effect that it does not.
+        # same numbers in another order. Looking for unused parameters happens to prevent that.
         model = DistributedDataParallel(model, find_unused_parameters=world_size > 2)
     seed_everything(args.seed + 1 + rank)  # different on each: so is the dropout
 
@@ -178,7 +178,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--root", required=True, help="where checkpoints go: a path or a URL such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
-    parser.add_argument("--copies", type=int, help="keep every step in memory, and so many copies on other hosts")
+    parser.add_argument("--copies", type=int, help="keep each step in memory, with this many copies on other hosts")
     parser.add_argument("--parallel", choices=["fsdp", "ddp", "none"], help="default: fsdp under torchrun, else none")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -258,13 +258,13 @@ def say(rank: int, line: str) -> None:
         print(line, flush=True)
 
 
-# What the run ended with, in a form that two runs can be compared by
+# The end of the run, for comparing two runs
 
 
 def write_summary(
     path: str, model: nn.Module, optim: torch.optim.Optimizer, loader: ResumableLoader, rank: int
 ) -> None:
-    """Digests of every tensor, and every rank's random generators and place in the data. All ranks call it."""
+    """Digests of each tensor, and of each rank's generators and place in the data. All ranks call it."""
     weights, state = {}, {}
     for name, p in model.named_parameters():
         weights[name] = digest(p)
