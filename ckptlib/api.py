@@ -58,12 +58,14 @@ def save(
     state_dict() and load_state_dict(), nested in dicts, lists and tuples.
 
     codec: "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names, as for
-           `Checkpointer`. The same at every save to a root by one process; else ValueError.
-    keep:  which steps to keep, as for `Checkpointer`; None keeps all of them. As for `codec`, always the same, but for
-           `exempt`: that of each save is asked, on rank 0, about its own step.
+           `Checkpointer`.
+    keep:  which steps to keep, as for `Checkpointer`; None keeps all of them. `exempt` is asked on rank 0, about this
+           step.
     metrics: plain values by name, saved with the step: {"val_loss": loss.item()}. Rank 0's are recorded.
 
-    Raises UnsupportedState for what cannot be saved, and SaveFailed if the step will never exist; on all ranks.
+    Raises, on all ranks: UnsupportedState for what cannot be saved; NoRoom without room for a snapshot; SaveFailed if
+    the step will never exist; ValueError if `step` does not come after the last one that this process saved to the
+    root, or if `codec` or `keep`, but for `exempt`, are not those of that save.
     """
     pending = save_async(
         url,
@@ -190,6 +192,7 @@ def load(
     device: where to allocate parameters and buffers that are on the meta device. Default: the device of the DTensor's
             mesh, else that of torch.set_default_device, else the accelerator, else the host. Use "cpu" for FSDP2 with
             CPU offloading.
+    timeout: how long ranks wait for one another.
 
     Raises CheckpointNotFound; StateMismatch, which names everything that does not fit; and CorruptData, which names the
     damaged tensor. If one rank raises, all ranks do.

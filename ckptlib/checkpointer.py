@@ -209,21 +209,21 @@ class Checkpointer:
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
         previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
-        again if the store lacks it. Call it before the first step and the first save, and once where it saves again. To
-        go back later, close the Checkpointer and create another one.
+        again if the store lacks it. Call it once, before the first step and the first save. To go back later, close the
+        Checkpointer and create another one.
 
-        `strict`, `only`, `map`, `optional`, `device`: see `ckptlib.load`. With `only`, the random generators and all
-        else of the state are left as they are, by every restart of a program that says so; nothing is saved again.
+        `strict`, `only`, `map`, `optional`, `device`: see `ckptlib.load`. With `only`, each restart leaves the RNG
+        state and the rest of the state as they are, and nothing is saved again.
 
-        `step`: goes back to this step, a number or a name as `ckptlib ls --json` prints it. From then on, whatever
-        happens to this job, later steps are abandoned: no restart comes back to them, from memory and local disks
-        neither; they stay in the store until `ckptlib gc --abandoned`. Every restart of a program that says so goes
-        back again; `ckptlib rewind` does it once. Raises CheckpointNotFound, CorruptData, ObjectUnreadable or
-        NewerFormat where the step cannot be restored; nothing is abandoned then.
+        `step`: goes back to this step, a number or a name as `ckptlib ls --json` prints it. This abandons the later
+        steps: whatever happens to this job, no restart comes back to them, in memory or on local disks either. They
+        stay in the store until `ckptlib gc --abandoned`. Each start of a program with `step=` goes back again; `ckptlib
+        rewind` does it once. Raises CheckpointNotFound, CorruptData, ObjectUnreadable or NewerFormat if the step cannot
+        be restored; then nothing is abandoned.
 
-        A run never begins anew where there are steps: if none can be restored, it raises CorruptData, ObjectUnreadable
-        where some cannot be read, CheckpointNotFound where all lack objects, or NewerFormat where a newer ckptlib wrote
-        some. Where a newer ckptlib has begun a run in the root, it raises NewerFormat, whatever the steps are.
+        Where there are steps, a run never begins anew. If none can be restored, raises CorruptData; ObjectUnreadable if
+        some cannot be read; CheckpointNotFound if all lack objects; NewerFormat if a newer ckptlib wrote some, or has
+        begun a run in the root.
         """
         self._check_open()
         report = self._resumption.restore(step, Scope(only, map, optional), strict, device, self._steps.has_saved)
@@ -371,14 +371,14 @@ class Checkpointer:
         return self._fence.waited_s
 
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
-        """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
+        """Waits until the last save is committed; after SIGTERM no longer than ranks wait for one another.
 
-        And until old steps are removed, after SIGTERM for a few seconds: where that takes longer, the writer goes on
-        with it alone, and nothing is raised.
+        Then waits until old steps are removed, after SIGTERM for a few seconds. If that takes longer, the writer goes
+        on with it alone, and nothing is raised.
 
-        Raises SaveFailed if it never will be, or could not even be taken: with `peers`, what is in memory stays for the
-        next start of the job then. And WaitTimeout: the writer goes on alone, as after Ctrl-C and whatever else ends
-        the wait.
+        Raises SaveFailed if the last save failed, or could not be taken; with `peers`, memory keeps its snapshots for
+        the next start of the job then. Raises WaitTimeout after `timeout`. Then, or if Ctrl-C ends the wait, the writer
+        goes on alone.
         """
         self._ending.close(timeout, self._steps.stop_timeout_s)
 

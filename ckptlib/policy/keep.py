@@ -63,7 +63,7 @@ class Keep:
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
     it for bytes whose time has come. Where the store is full, they go after five minutes."""
     within: timedelta | None = None
-    """Those taken no longer than this before the newest one, or, by the store's clock, committed so. A job that pauses
+    """Those taken no longer than this before the newest one, or committed so by the store's clock. A job that pauses
     for a week loses nothing by it."""
     best: str | None = None
     """Those with the best values of this metric, as `after_step` or `log` told it on rank 0. NaN is never best."""

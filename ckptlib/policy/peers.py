@@ -24,17 +24,17 @@ class Peers:
               allows. What is saved to the store is a snapshot, too.
     domain:   the failure domain of this rank: what is lost at one time. "host": this machine; else a name, such as
               that of its rack.
-    timeout:  after which a peer that does not take or give a few megabytes counts as gone.
-    everything: whether replicas are sent whole, even what their holder has in its own share of the state: without, it
-              copies that itself, and it is checked against the digests of the rank whose snapshot it is.
-    memory:   "host", or "device": snapshots of tensors on GPUs are copied in the GPU's own memory first, if that has
-              room for a second copy beside the peak of the training, and to the host from there. Then the next
-              optimizer.step() waits for a copy at the speed of that memory, not of the link to the host: for
-              iterations that are shorter than the latter.
-    link:     "raw", or "optimizer": what an optimizer wrote since the snapshot before travels as what that and the new
-              gradients do not tell, about a quarter of the bytes, without loss. Encoding and decoding take the time of
-              a core each, at 0.5 to 1 GB/s of state: for links that are slower. Needs every=1.
-    keep_for: how long, after the trainers of a host died, its snapshots wait for a job that goes on from them.
+    timeout:  a peer that does not take or give a few megabytes in this time counts as gone.
+    everything: True sends replicas whole. Otherwise their holder copies from its own share what both ranks have alike,
+              and checks it by the digests of the rank whose snapshot it is.
+    memory:   "device" copies tensors on a GPU within the GPU's memory first, and from there to the host, if that memory
+              has room for a second copy beside the training's peak. The next optimizer.step() then waits for a copy at
+              the speed of that memory, not of the link to the host. Use it if iterations are shorter than a copy over
+              that link. "host" copies to the host at once.
+    link:     "optimizer" sends of what an optimizer wrote only what the snapshot before and the new gradients do not
+              tell: about a quarter of the bytes, without loss. It needs every=1. Encoding and decoding take a core
+              each, at 0.5 to 1 GB/s of state, so use it on slower links. "raw" sends the bytes.
+    keep_for: how long the snapshots of a host whose trainers died wait for a job that goes on from them.
     """
 
     copies: int = 1
@@ -85,10 +85,10 @@ class Coverage:
     step: int | None
     """The newest snapshot that every rank holds, with all its replicas; None: there is none yet."""
     lag: int
-    """Steps from it, or where there is none from the one that the training began at, to the one that the training is
-    at: what would be lost with as many domains."""
+    """Steps done since `step`, or if that is None since the training began: what a loss of `num_losses` domains
+    costs."""
     num_losses: int
-    """As many failure domains may be lost, whichever they are, and `step` still comes back from memory."""
+    """If any this many failure domains are lost, `step` still comes back from memory."""
     linked: bool
     """Whether new snapshots get replicas; not while a peer cannot be reached."""
     sent: int
@@ -96,4 +96,5 @@ class Coverage:
     coded: int = 0
     """Bytes of it that travelled as increments, before they were coded: with `link="optimizer"`."""
     uncoded: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of it that did not, by the reason, with `link="optimizer"`; also what their holders had."""
+    """Bytes of it that did not travel as increments, by the reason, with `link="optimizer"`; also those that their
+    holders had."""
