@@ -329,9 +329,8 @@ def _two_agree(size: int, num: int, num_first: int) -> bool:
     """
     each = -(-size // num_first)
     num_whole, rest = divmod(size, each)
-    ends = {
-        n // -(-n // num) for n in (each, rest) if n
-    }  # where holders change from whole pieces to short and empty ones
+    # where holders change from whole pieces to short and empty ones
+    ends = {n // -(-n // num) for n in (each, rest) if n}
     for i in {0, *(end + d for end in ends for d in (-1, 0, 1) if 0 <= end + d < num)}:
         whole, short = (last - first for first, last in (chunk_at(each, num, i), chunk_at(rest, num, i)))
         total = num_whole * whole + short

@@ -80,6 +80,17 @@ class _Sources:
     """In this order."""
 
 
+@dataclass(frozen=True)
+class _Digests:
+    """What digests the replicas of one save, and the properties that it depended upon."""
+
+    plan: Plan
+    leaves: list[Leaf]
+    late: _Late
+    moving: frozenset[str]
+    digests: ReplicaDigests
+
+
 class Planner:
     """One per rank; main thread."""
 
@@ -99,8 +110,7 @@ class Planner:
         """Plain tensors that have differed between ranks."""
         self._moving: frozenset[str] = frozenset()
         """Frozen parameters that have been seen to change."""
-        self._digests: tuple[Plan, list[Leaf], _Late, frozenset[str], ReplicaDigests] | None = None
-        """With the properties that they depend upon."""
+        self._digests: _Digests | None = None
         self._one_of_each: tuple[list[Leaf], dict[int, Leaf]] = [], {}
         """Leaves, and by the id of each owner one of them: an optimizer may have an `==` of its own, and no hash."""
         self.must_compare = False
@@ -194,8 +204,8 @@ class Planner:
 
     def _let_go_of_digests(self) -> None:
         if self._digests is not None:
-            self._digests[-1].let_go()
-            self._digests = (self._digests[0], [], *self._digests[2:])
+            self._digests.digests.let_go()
+            self._digests = replace(self._digests, leaves=[])
 
     def _make(self, flat: Flat) -> Plan:
         assert self._agreement is not None
@@ -255,15 +265,15 @@ class Planner:
         late, known = self._late(leaves, overlap), self._digests
         if (
             known is None
-            or known[0] is not plan
-            or not same(known[1], leaves)
-            or known[2] != late
-            or known[3] != self._moving
+            or known.plan is not plan
+            or not same(known.leaves, leaves)
+            or known.late != late
+            or known.moving != self._moving
         ):
             replicas = [self._replica(shared, leaves, late) for shared in plan.shared]
-            made = ReplicaDigests(replicas, None if known is None else known[4])
-            known = self._digests = plan, leaves, late, self._moving, made
-        return known[4]
+            made = ReplicaDigests(replicas, None if known is None else known.digests)
+            known = self._digests = _Digests(plan, leaves, late, self._moving, made)
+        return known.digests
 
     def _replica(self, shared: Shared, leaves: list[Leaf], late: _Late) -> Replica:
         leaf = leaves[shared.leaf]
