@@ -7,6 +7,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ckptlib.peers import increments
 from ckptlib.peers.increment_receiver import StepReceiver
 from ckptlib.peers.increments import RAW, STEP, Stretch, beside, receive_increments, stretches
 from ckptlib.peers.parameters import ADAM, DTYPE, LION, OTHER, SEVERAL, SGD, SMALL, Span, find_parameters
-from ckptlib.peers.ranges import ByteRange
+from ckptlib.peers.ranges import MAX_RANGES, ByteRange
 from ckptlib.peers.update_guesses import guesses
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
@@ -181,6 +182,8 @@ def test_what_is_left_beside_increments() -> None:
     large = tuple(Span(n, n * 303_104, 300_000, "float32") for n in range(2))
     assert beside([ByteRange(0, 2 * 303_104 + 10)], [large]) == [ByteRange(606_208, 606_218)], "nor what is between"
     small = (Span(0, 100, 50, "float32"), Span(1, 300, 50, "float32"))
+    many = [(Span(n, 100 * n, 50, "float32"),) for n in range(2 * MAX_RANGES)]
+    assert len(beside([ByteRange(0, 200 * MAX_RANGES)], many)) <= MAX_RANGES, "each costs a message"
     assert beside([ByteRange(0, 400)], [small]) == [ByteRange(0, 100), ByteRange(150, 300), ByteRange(350, 400)]
 
 
@@ -230,8 +233,9 @@ def test_frames_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     receiver = StepReceiver()
     assert receive(Wire(*messages(*good)), expected, receiver, slot) is None
     assert bytes(slot.body[:1000]) == b"\1" * 400 + b"\2" * 400 + b"\3" * 200
-    for wrong in (head(RAW, 7), head(9, 800), head(STEP, 800)):
-        wire = Wire(*messages(good[0], (wrong, bytes(struct.unpack("<BI", wrong)[1])), good[2]))
+    for at, wrong in product((0, 1), (head(RAW, 7), head(9, 800), head(STEP, 800))):
+        pairs = [*good[:at], (wrong, bytes(struct.unpack("<BI", wrong)[1])), *good[at + 1 :]]
+        wire = Wire(*messages(*pairs))
         error = receive(wire, expected, receiver, slot)
         assert error is not None
         assert (not wire.messages, wire.broken) == (True, False)

@@ -109,6 +109,12 @@ def test_a_share_that_is_nowhere() -> None:
         lost.moves(SNAPSHOT, [[0], [2]])
 
 
+def test_a_share_that_no_rank_can_open() -> None:
+    """As where its directory was unmounted after it was looked into."""
+    told = describe([found(rank, "A") for rank in range(4)], ["B"], "host", [0])
+    assert Inventory([told]).whole() == []
+
+
 READY = SlotHeader(ROOT_ID, SNAPSHOT.save, 3, 4, 3, 2, 4096, {"layout": (PAGE_BYTES, 100, "0" * 32)})
 
 

@@ -106,6 +106,7 @@ def test_what_its_job_lets_go_of_as_it_is_read_is_not_taken_for_damage(
     assert source.drop_damaged()
     assert says in caplog.text
     assert ("test the host's memory" in caplog.text) == (error is CorruptData)
+    assert not source.drop_damaged()
     with pytest.raises(error, match="step 4 in memory: no copy of the share of rank 0 is left"):
         source.bring({0})
     source.close()
