@@ -238,3 +238,16 @@ def test_many_threads() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(trip, range(32)))
+
+
+@pytest.mark.parametrize(("num_equal", "flags"), [(8, 0), (32, 1)])
+def test_a_body_is_compressed_where_that_saves_a_twentieth(num_equal: int, flags: int) -> None:
+    """Else the decoder would have work for next to nothing. Of each 256 rows of noise some are zeros."""
+    base = np.ones((4096, 256), np.uint8)
+    raw, stored = base.copy(), np.random.default_rng(0).integers(0, 256, (4, 256, 256))
+    stored[:, :num_equal] = 0
+    raw[::4] = stored.reshape(1024, 256)
+    frame = encoded(raw.tobytes(), base.tobytes(), TABLE)
+    assert frame is not None
+    assert frame[0] == flags
+    assert decoded(frame, base.tobytes()) == raw.tobytes()

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ckptlib.codecs import registry
+from ckptlib.codecs.codec import Content
 from ckptlib.errors import FormatError
 
 
@@ -25,6 +26,17 @@ def test_others_are_named_in_an_error_of_bounded_length(name: str) -> None:
     with pytest.raises(FormatError, match=r"is not one of raw, .*update ckptlib") as caught:
         registry.find(name)
     assert len(str(caught.value)) < 200
+
+
+def test_a_base_is_for_codecs_that_take_one() -> None:
+    raw = memoryview(bytes(4096))
+    frame = registry.find("zstd").encode(raw, Content("int8", 1))  # type: ignore[union-attr, call-arg, arg-type]
+    out = memoryview(bytearray(4096))
+    registry.decode("zstd", memoryview(frame), out)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="codec 'zstd' takes no base"):
+        registry.decode("zstd", memoryview(frame), out, raw)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="codec 'patch' has no base"):
+        registry.decode("patch", memoryview(b""), out)
 
 
 def test_no_compressor_is_loaded_before_a_codec_is_made() -> None:

@@ -36,6 +36,7 @@ def test_rows_are_those_of_the_tensor() -> None:
     assert cut(Content("float32", 75, 63), 4096) == Rows(300, 48, 4096)
     assert cut(Content("bfloat16", 3, 1), 4096) == Rows(66, 4, 4096), "eleven of 6 bytes"
     assert cut(Content("float32", 1), 4096) == Rows(64, 0, 4096), "no rows: pieces"
+    assert cut(Content("float32", MAX_ROW_BYTES // 4), 4 << 20) == Rows(MAX_ROW_BYTES, 0, 4 << 20)
     long = MAX_ROW_BYTES // 4 + 25
     assert cut(Content("float32", long, 1), 4 << 20) == Rows(PIECE_BYTES, (long - 1) * 4 % PIECE_BYTES, 4 << 20)
 

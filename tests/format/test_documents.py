@@ -164,6 +164,15 @@ def test_a_newer_version_is_told_apart_from_damage() -> None:
         decode("manifest", of_version(EXAMPLE, VERSION + 1).replace(b":3,", b":03,"), "here")
 
 
+@pytest.mark.parametrize("version", [b"x", b"0", b"-1", b"03", b"1e3"])
+def test_what_is_no_version_is_damage_whatever_its_digest(version: bytes) -> None:
+    head, body = b'{"ckptlib":' + version + b',"kind":"manifest"', EXAMPLE[BODY_AT:-2]
+    digest = xxhash.xxh3_128_hexdigest(head + body).encode()
+    document = head + b',"digest":"xxh3:' + digest + b'","body":' + body + b"}\n"
+    with pytest.raises(CorruptData):
+        decode("manifest", document, "here")
+
+
 def test_every_version_up_to_this_one_is_read() -> None:
     assert of_version(EXAMPLE, 2) == EXAMPLE
     for version in range(1, VERSION + 1):

@@ -240,6 +240,13 @@ def test_nonsense_with_a_right_digest_is_refused(fields: dict[str, object]) -> N
         decode(resealed(DOCUMENT, **fields))
 
 
+def test_a_layout_with_fields_of_later_versions_has_the_name_that_it_was_put_under() -> None:
+    later = resealed(DOCUMENT, later={"x": 1})
+    found = decode(later)
+    assert (found, found.encoded) == (LAYOUT, later)
+    assert found.digest != LAYOUT.digest
+
+
 def test_dtypes_and_shapes_change_the_digest() -> None:
     first, *rest = LAYOUT.tensors
     for changed in (replace(first, dtype="float16"), replace(first, shape=(16,)), replace(first, name="biaz")):

@@ -116,6 +116,8 @@ def test_a_generation_that_began_anew_comes_back() -> None:
     for hostile in ("../../etc", "", "000000000500-000007-0123abcd\n"):
         with pytest.raises(FormatError):
             Generation.decode(resealed(anew.encode(), resumed_from=hostile), "here")
+    with pytest.raises(FormatError, match="goes back, but 'resumed_from' names no step"):
+        Generation.decode(resealed(anew.encode(), rewind=True), "here")
 
 
 def test_a_trash_record_says_what_it_was() -> None:

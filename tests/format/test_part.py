@@ -29,6 +29,7 @@ from support import resealed
 
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.box import Box
+from ckptlib.format.check import Check
 from ckptlib.format.documents import Fields
 from ckptlib.format.keys import PackSet, PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
@@ -211,6 +212,8 @@ def test_chunks_that_are_larger_together_than_their_pack_are_refused() -> None:
     table.check_packs([64, 8192], "here")
     table.check_packs([56, 8192], "here", (48, 8, 10, 8))
     with pytest.raises(FormatError, match="here: chunks of pack 0 are larger together than it is"):
+        TABLE.placed((0,) * 4, (0,) * 4).check_packs([64], "here")
+    with pytest.raises(FormatError, match="here: chunks of pack 0 are larger together than it is"):
         table.check_packs([63, 8192], "here")
     with pytest.raises(FormatError, match="here: chunks of pack 0 are larger together than it is"):
         table.check_packs([55, 8192], "here", (48, 8, 10, 8))
@@ -227,7 +230,8 @@ def test_a_part_under_the_name_of_another_is_refused() -> None:
     for name in (replace(NAME, digest="0" * 32), FAILED_NAME):
         with pytest.raises(CorruptData, match="does not match the digest in its name"):
             Part.decode(name, PART_DOCUMENT)
-    for other in (replace(NAME, rank=0), replace(NAME, attempt="0" * 8), replace(NAME, table="0" * 32)):
+    others = {"rank": 0}, {"attempt": "0" * 8}, {"table": "0" * 32}, {"check": Check(1, 2, 3)}
+    for other in (replace(NAME, **fields) for fields in others):  # type: ignore[arg-type]
         with pytest.raises(FormatError, match="different parts"):
             Part.decode(other, PART_DOCUMENT)
 

@@ -21,7 +21,7 @@ from ckptlib.errors import FormatError
 from ckptlib.format import keys
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3, digester
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.part import Part
 from ckptlib.format.table import Table
@@ -39,7 +39,9 @@ def nested(levels: int, kind: str) -> Json:
     return value
 
 
-@pytest.mark.parametrize("field", [{"nbytes": 1}, {"created": 1.0}, {"metrics": {"loss": 0}}])
+@pytest.mark.parametrize(
+    "field", [{"nbytes": 1}, {"created": 1.0}, {"metrics": {"loss": 0}}, {"exempt": True}, {"account": {"x": 1}}]
+)
 def test_manifest_that_is_not_that_of_its_parts(store: MemoryStore, save: SaveId, field: dict[str, object]) -> None:
     reseal(store, save.manifest_key, **field)
     found = only(findings(store, save))
@@ -50,6 +52,15 @@ def test_generation_under_another_name(store: MemoryStore, save: SaveId) -> None
     reseal(store, save.generation.key, generation=2)
     found = only(findings(store, save))
     assert (found.damage, found.key) == ("malformed", save.generation.key)
+
+
+def test_a_generation_that_was_gone_on_from_and_has_no_record(store: MemoryStore, save: SaveId) -> None:
+    """History ends with it, though it has no steps that are left."""
+    before = GenerationId(0, "0badcafe")
+    for key in (save.generation.key, keys.copy_key(save.generation.key)):
+        reseal(store, key, resumed_from=str(SaveId(3, before)))
+    found = only(findings(store, save))
+    assert (found.damage, found.key) == ("missing", before.key)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,14 @@ def test_only_chunks_that_are_judged_alike_are_the_same(store: Reads) -> None:
         assert shared.unknown(other, pack, chunks) == [0]
 
 
+def test_a_base_in_another_pack_makes_another_chunk(store: Reads) -> None:
+    part = parts_of(store, Catalog(store).saves()[0])[0]
+    packs = (*part.packs, *(replace(part.packs[0], key=f"{part.packs[0].key}{n}") for n in "xy"))
+    bases = (Base(len(packs) - n, 4096, 8, None, "0" * 32) for n in (1, 2))
+    told = [replace(part, packs=packs, codings={0: Coding("patch", 8, base)}) for base in bases]
+    assert len({int(shared_chunks._numbers(one, [0])[0]) for one in told}) == 2
+
+
 def others(part: Part) -> Iterator[Part]:
     """Parts of which the first chunk is to be judged otherwise."""
     table = part.table

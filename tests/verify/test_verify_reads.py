@@ -79,6 +79,35 @@ def test_bad_sector_hurts_only_its_chunk(store: MemoryStore, save: SaveId) -> No
     assert "large" not in {name for name, _ in found.shards}
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_network_alters_once_is_no_damage(store: MemoryStore, save: SaveId, times: int) -> None:
+    """A chunk that is read as it should not be is read once more by itself."""
+    part = parts_of(store, save)[0]
+    at = part.table.offsets[part.table.first_chunks[part.table.boxes.index(Box((0, 0), (3, 4)))]]
+    found = findings(Altering(store, part.packs[0].key, at, times), save)
+    assert [(one.damage, one.offset) for one in found] == [("altered", at)] * (times - 1)
+
+
+class Altering(_HookedStore):
+    """Gives a byte of a pack otherwise than it is, so often."""
+
+    def __init__(self, inner: Store, key: str, at: int, times: int) -> None:
+        super().__init__(inner, "altering")
+        self._key, self._at, self._left = key, at, times
+
+    @override
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
+        yield data
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        super().get_into(key, offset, buffer, deadline=deadline)
+        if key == self._key and offset <= self._at < offset + buffer.nbytes and self._left:
+            self._left -= 1
+            buffer[self._at - offset] ^= 1
+
+
 def test_outage_is_no_damage(store: MemoryStore, save: SaveId, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     write_plan(plan, [{"op": "scan", "action": "error"}])
