@@ -50,19 +50,19 @@ class PatchCodec(SummaryCodec):
     @override
     def encode(self, raw: memoryview, base: memoryview, content: Content) -> bytes | None:
         assert base.nbytes == raw.nbytes
-        rows = _rows(content, raw)
+        rows = cut(content, raw.nbytes)
         return None if rows is None else _encode(raw, rows, _differing(rows.table(raw), rows.table(base)))
 
     @override
     def summarize(self, chunk: memoryview, content: Content) -> bytes | None:
-        rows = _rows(content, chunk)
+        rows = cut(content, chunk.nbytes)
         return None if rows is None else _summary_head(rows) + hash_rows(rows.table(chunk)).astype("<u4").tobytes()
 
     @override
     def encode_by_summaries(
         self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content
     ) -> bytes | None:
-        rows = _rows(content, raw)
+        rows = cut(content, raw.nbytes)
         if rows is None:
             return None
         return _encode(raw, rows, _hashed_otherwise(rows, summary, base_summary))
@@ -71,7 +71,7 @@ class PatchCodec(SummaryCodec):
     def stand_in(
         self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content, out: memoryview
     ) -> None:
-        rows = _rows(content, raw)
+        rows = cut(content, raw.nbytes)
         assert rows is not None, "it has summaries"
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(raw, np.uint8))
         rows.table(out)[_hashed_otherwise(rows, summary, base_summary)] ^= 0xFF
@@ -90,11 +90,6 @@ class PatchCodec(SummaryCodec):
         rows.table(out)[numbers] = stored.reshape(num_stored, rows.nbytes)
         lead, rest = rows.edges(out)
         lead[:], rest[:] = edges[: rows.lead], edges[rows.lead :]
-
-
-def _rows(content: Content, chunk: memoryview) -> Rows | None:
-    rows = cut(content, chunk.nbytes)
-    return None if rows is None or rows.num >= _MAX_ROWS else rows
 
 
 def _differing(ours: NDArray[np.uint8], theirs: NDArray[np.uint8]) -> NDArray[np.intp]:

@@ -147,7 +147,7 @@ def _decode_runs(fields: Fields, stored: Sequence[int]) -> tuple[tuple[int, ...]
                 {*map(type, row)} == {int}  # True is an int, too
                 and 0 <= pack < MAX_PACKS
                 and 0 <= offset <= 2**62
-                and 1 <= count <= len(stored)
+                and count >= 1
             ):
                 rows.append((pack, offset, count))
             case _:
