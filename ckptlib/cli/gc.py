@@ -84,6 +84,8 @@ def command(
     run = partial(sweep, catalog, abandoned=abandoned, exempt=exempt)
     if keep_best and mode is None:
         raise click.UsageError(f"--keep-best {keep_best} needs --mode min, as for a loss, or max, as for an accuracy")
+    if keep_best is None and (mode is not None or num_best != 1):
+        raise click.UsageError("--mode and --num-best go with --keep-best")
     try:
         keep = Keep(
             last=keep_last,

@@ -20,7 +20,7 @@ CONVERT = "ckptlib.imports.convert"
 
 
 @click.command("import", short_help="Save another library's checkpoint as a step.")
-@click.argument("source", type=click.Path(exists=True))
+@click.argument("source", type=click.Path())
 @click.argument("url")
 @click.option("--step", type=click.IntRange(0, MAX_STEP), help="Default: the source's own where it has one, else 0.")
 @click.option("--only", multiple=True, metavar="NAME", help="Take over this name, prefix or pattern; may be repeated.")

@@ -140,6 +140,12 @@ def test_wrong_usage(ckptlib: Ckptlib, arguments: list[str]) -> None:
     assert (result.code, result.out) == (2, "")
 
 
+def test_an_import_from_a_bucket_says_what_to_do(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    said = ckptlib("import", "s3://bucket/a.pt", tmp_path / "root")
+    assert (said.code, "copy them here first" in said.err) == (1, True)
+    assert "does not exist" in ckptlib("import", tmp_path / "gone.pt", tmp_path / "root").err
+
+
 def test_a_url_is_named_once(ckptlib: Ckptlib) -> None:
     for url in ("s3:/bucket/run7", "nope://x"):
         assert f"{url}: {url}" not in (said := ckptlib("ls", url).err)

@@ -129,3 +129,4 @@ def test_rules_that_make_no_sense(ckptlib: Ckptlib, judged: LocalStore, options:
 
 def test_the_best_needs_a_mode_in_the_words_of_the_command(ckptlib: Ckptlib, judged: LocalStore) -> None:
     assert "needs --mode min" in ckptlib("gc", judged.url, "--keep-last", 1, "--keep-best", "loss").err
+    assert "go with --keep-best" in ckptlib("gc", judged.url, "--keep-last", 1, "--mode", "min").err
