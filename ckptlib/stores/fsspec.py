@@ -59,6 +59,7 @@ LISTING_NBYTES = 50_000_000
 _LISTING_TRIES = 10
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_ONE_CONNECTION = ("sftp", "ssh", "ftp")  # whose client mixes up answers to calls of several threads
 
 
 class FsspecStore(Store):
@@ -85,7 +86,7 @@ class FsspecStore(Store):
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
         self._lists_flat = _lists_flat(fs)
-        self._turn = threading.Lock()  # to call what is no coroutine: SFTP mixes up answers to several threads
+        self._turns = threading.Semaphore(1 if url.partition("://")[0] in _ONE_CONNECTION else 10**6)
         self._was_there = False
         """Whether anybody has answered."""
 
@@ -123,13 +124,13 @@ class FsspecStore(Store):
         coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
         if inspect.iscoroutinefunction(coroutine):
             return on_loop(partial(coroutine, *args, **kwargs), self._fs.loop, min(limit_s, left_s))
-        if not self._turn.acquire(timeout=min(RETRY_S, left_s)):
+        if not self._turns.acquire(timeout=min(RETRY_S, left_s)):
             raise TimeoutError
         try:
             left_s = max(end - time.monotonic(), 0.0)
             return in_thread(partial(getattr(self._fs, name), *args, **kwargs), min(limit_s, left_s))
         finally:
-            self._turn.release()
+            self._turns.release()
 
     @override
     def put(
@@ -275,10 +276,9 @@ class FsspecStore(Store):
         raise OSError(errno.EAGAIN, f"files vanished during each of {_LISTING_TRIES} listings of {path}")
 
     def _entry(self, info: Mapping[str, Any]) -> Entry:
-        name, size = str(info["name"]), info["size"]
-        if size is None:
-            raise StoreError(f"{name} is listed without a size, as by web pages; copy the files to a path or a bucket")
-        return Entry(name.removeprefix(self._root).lstrip("/"), int(size), _modified(info))
+        if (size := info["size"]) is None:
+            raise StoreError(f"{info['name']} is listed without a size, as by web pages; copy it to a path or a bucket")
+        return Entry(str(info["name"]).removeprefix(self._root).lstrip("/"), int(size), _modified(info))
 
     @override
     def delete(self, *keys: str) -> None:

@@ -220,7 +220,7 @@ def test_a_time_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
         time.tzset()
 
 
-def test_calls_of_many_threads_are_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_over_one_connection_are_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SFTP has one connection, whose client takes the answer to another thread's call for that to its own."""
     busy = threading.Lock()
 
@@ -237,6 +237,7 @@ def test_calls_of_many_threads_are_one_at_a_time(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(LocalFileSystem, name, call)
 
+    monkeypatch.setattr(fsspec_store, "_ONE_CONNECTION", ("local",))
     store = FsspecStore(f"local://{tmp_path}", {})
     store.put("a/0", b"0")
     for name in ("pipe_file", "cat_file", "ls"):
@@ -248,6 +249,7 @@ def test_calls_of_many_threads_are_one_at_a_time(tmp_path: Path, monkeypatch: py
 
 
 def test_who_waits_for_another_call_waits_until_his_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_store, "_ONE_CONNECTION", ("local",))
     store, begun, go = FsspecStore(f"local://{tmp_path}", {}), threading.Event(), threading.Event()
     monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *asked, **options: begun.set() or (go.wait(150) and b"1"))
     with ThreadPoolExecutor(1) as threads:
@@ -257,6 +259,19 @@ def test_who_waits_for_another_call_waits_until_his_deadline(tmp_path: Path, mon
             store.put("b", b"1", deadline=time.monotonic())
         go.set()
         assert other.result() == b"1"
+
+
+def test_calls_over_many_connections_go_on_beside_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(8)
+
+    def cat_file(*asked: object, **options: object) -> bytes:
+        together.wait(150)
+        return b"1"
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
+    store = FsspecStore(f"local://{tmp_path}", {})
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(store.get, "abcdefgh")) == [b"1"] * 8
 
 
 def test_an_archive_whose_names_begin_at_its_root(tmp_path: Path) -> None:
