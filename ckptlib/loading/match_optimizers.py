@@ -32,6 +32,12 @@ UNTRAINED = (
     "add_param_group() gave it one in mid-training, call that before the load, too"
 )
 
+BY_POSITION = (
+    "{full}: not in the checkpoint, which has the parameters of {path!r} by position alone, as nothing named them when "
+    "it was saved; load it alone, in the order in which it was made: load(url, {{{path!r}: optimizer}}, strict=False); "
+    "or import it again with params=, which names them"
+)
+
 
 class Params:
     """The parameters that a walk of the state has met."""
@@ -88,6 +94,7 @@ class OptimizerTargets:
         is_alike = is_own and before == {*map(self._saved_name, chain.from_iterable(names))}
         scalars, dtensors = scalars_of(optimizer), self._saved.dtensors.get(saved_path, {})
         taken: set[str] = set()
+        by_position = any(name.startswith("@") for name in groups)
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
             alike, options = self._groups.add(optimizer, group, i, saved_path, origins)
@@ -95,7 +102,9 @@ class OptimizerTargets:
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved_name(name)
                 if saved_name not in groups:
-                    self._plan.miss(f"{path}/{name}")
+                    full = f"{path}/{name}"
+                    self._plan.miss(full, BY_POSITION.format(full=full, path=saved_path) if by_position else None)
+                    by_position = False  # said once
                     continue
                 taken.add(saved_name)
                 self._plan.use(f"{saved_path}/{saved_name}")

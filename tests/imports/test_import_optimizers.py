@@ -99,3 +99,24 @@ def test_the_same_import_of_less(tmp_path: Path) -> None:
     ckptlib.convert(tmp_path / "two.pt", tmp_path / "root")
     with pytest.raises(ckptlib.CorruptData, match="b: step 0 is not what the source has now"):
         ckptlib.convert(tmp_path / "two.pt", tmp_path / "root", skip="model/b")
+
+
+@pytest.mark.parametrize("imported", [True, False], ids=["convert", "init_from"])
+def test_parameters_that_have_no_names_in_the_source(tmp_path: Path, imported: bool) -> None:
+    """More of them than an error tells of: it says why none is found, and what to do."""
+    layers = nn.Sequential(*[nn.Linear(1, 1) for _ in range(25)])
+    optimizer = torch.optim.Adam(layers.parameters())
+    torch.save({"model": layers.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "it.pt")
+    state = {"model": layers, "optimizer": optimizer}
+    told = r"optimizer/model/0.weight: not in the checkpoint, .* by position alone, .* import it again with params="
+    if imported:
+        ckptlib.convert(tmp_path / "it.pt", tmp_path / "root")
+        with pytest.raises(ckptlib.StateMismatch, match=told):
+            ckptlib.load(tmp_path / "root", state)
+        ckptlib.load(tmp_path / "root", {"optimizer": optimizer}, strict=False)  # as it says
+        return
+    with (
+        ckptlib.Checkpointer(tmp_path / "root", state, every=9, init_from=tmp_path / "it.pt") as ckpt,
+        pytest.raises(ckptlib.StateMismatch, match=told),
+    ):
+        ckpt.restore()
