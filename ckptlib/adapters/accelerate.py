@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.accelerate_epochs import Resumed, gave_last
+from ckptlib.adapters.quantized_base import weights_of
 from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
-from ckptlib.adapters.trainer_run import weights_of
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId, parse_save

@@ -18,10 +18,11 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from ckptlib import api
+from ckptlib.adapters.quantized_base import weights_of
 from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
 from ckptlib.adapters.trainer_callback import outlast
-from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of, weights_of
+from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in, state_of
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import by_rank_0

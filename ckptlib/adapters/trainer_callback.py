@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 
+from ckptlib.adapters.quantized_base import weights_of
 from ckptlib.adapters.step_folders import ROOT, step_of
-from ckptlib.adapters.trainer_run import PREFIX, TrainerRun, checkpoints_in, weights_of
+from ckptlib.adapters.trainer_run import PREFIX, TrainerRun, checkpoints_in
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.data.worker_signals import outlasting
 from ckptlib.errors import CkptError

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlib import api
+from ckptlib.adapters.quantized_base import weights_of
 from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpointer import Checkpointer
@@ -352,14 +353,6 @@ def state_of(trainer: Any) -> dict[str, object]:
     state["sched"] = trainer.lr_scheduler
     scaler = getattr(trainer.accelerator, "scaler", None)
     return state if scaler is None else {**state, "scaler": scaler}
-
-
-def weights_of(model: Any) -> object:
-    """What is saved of a model. Of one that bitsandbytes has quantized, what is trained, as in Trainer's own files: no
-    load could fill the rest in place, which is frozen, and `from_pretrained` makes it. Of Accelerate's models, too."""
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        return {name: param for name, param in model.named_parameters() if param.requires_grad}
-    return model
 
 
 def write_files(trainer: Any, folder: Path) -> None:
