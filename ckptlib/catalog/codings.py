@@ -18,7 +18,7 @@ SMALL = "small tensors"
 
 @dataclass(slots=True)
 class Count:
-    """Of chunks."""
+    """A number of chunks, and their bytes."""
 
     chunks: int = 0
     nbytes: int = 0
@@ -49,7 +49,7 @@ class Count:
 
 @dataclass(slots=True)
 class Codings:
-    """Of the parts of one step."""
+    """Counts how the chunks of one step are stored."""
 
     kinds: dict[str, dict[str, Count]] = field(default_factory=dict)
     """By kind of tensor and codec."""

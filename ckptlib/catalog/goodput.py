@@ -64,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Of a run."""
+    """Where the time of a run went."""
 
     starts: Sequence[Start]
     spent: Spent

@@ -19,7 +19,7 @@ from ckptlib.format.part import Part
 
 @dataclass(frozen=True, slots=True)
 class StepObjects:
-    """Of one step."""
+    """The documents and packs of one step."""
 
     manifest: Manifest
     document: bytes

@@ -28,7 +28,7 @@ PIECE_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True)
 class Changed:
-    """Of a tensor."""
+    """How much of one tensor differs between two steps."""
 
     nbytes: int = 0
     """Of elements that differ; of whole chunks that do, where elements were not looked at."""

@@ -15,7 +15,7 @@ from ckptlib.format.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Of one root."""
+    """The marked steps of one root."""
 
     pinned: Collection[SaveId]
     best: SaveId | None

@@ -66,7 +66,7 @@ class _Stretches:
 
 @dataclass(slots=True)
 class Usage:
-    """Of the packs of a root."""
+    """Who needs which bytes of the packs of one root."""
 
     steps: dict[SaveId, StepUsage] = field(default_factory=dict)
     """The committed ones that parts were counted of."""

@@ -20,7 +20,7 @@ CLOSE_TIMEOUT = timedelta(minutes=30)
 
 
 class Ending:
-    """One per Checkpointer; main thread."""
+    """Closes one Checkpointer, or leaves it to its writer. Main thread."""
 
     def __init__(
         self, session: Session, turns: Turns, fence: Fence, keeper: StateKeeper, exports: Exports, attempts: Attempts

@@ -10,7 +10,7 @@ MAX_FAILURES = 3
 
 
 class FailureRun:
-    """Of one rank."""
+    """Counts the failures in a row of one rank."""
 
     def __init__(self, max_outage_s: float) -> None:
         self._max_outage_s = max_outage_s

@@ -36,7 +36,7 @@ LISTEN_FIRST_S, LISTEN_LAST_S = 0.005, 0.05
 
 @dataclass(eq=False)
 class Outcome:
-    """Of one save."""
+    """What became of one save, as far as this rank knows."""
 
     save: SaveId
     committed: bool = False
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Outcomes:
-    """Of all saves of a session. One thread at a time calls the session; others may wait for a save meanwhile."""
+    """The outcomes of a session's saves. One thread at a time calls the session; others may wait for a save."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class PeerLink:
-    """One per rank; main thread."""
+    """Decides with the other ranks when peers connect anew. One per rank; main thread."""
 
     def __init__(self, group: Group, replicator: Replicator | None) -> None:
         self._group = group

@@ -92,7 +92,7 @@ class _Digests:
 
 
 class Planner:
-    """One per rank; main thread."""
+    """Plans the snapshots of one rank, and keeps plans for as long as they hold. Main thread."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

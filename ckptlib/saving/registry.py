@@ -38,7 +38,7 @@ LEFT_TIMEOUT = TIMEOUT / 2
 
 
 class Keeper(Protocol):
-    """Of a state that it saves itself: a Checkpointer."""
+    """Whoever saves a state by itself, and must hear of loads into it: a Checkpointer."""
 
     def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
         """Before a whole step is loaded into `state`. Raises StateError where that is the keeper's own, which has
@@ -49,7 +49,7 @@ class Keeper(Protocol):
 
 
 class Registry:
-    """One per process."""
+    """The groups, sessions and loads of one process."""
 
     def __init__(self) -> None:
         self.groups: dict[dist.ProcessGroup | None, Group] = {}

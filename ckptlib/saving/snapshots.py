@@ -59,7 +59,7 @@ class Begun:
 
 
 class Snapshots:
-    """One per rank."""
+    """Keeps account of one rank's snapshots and their slots."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ def encode_metrics(metrics: Mapping[str, object]) -> dict[str, Json]:
 
 
 class StepMetrics:
-    """One per Checkpointer."""
+    """Collects the metrics of each step of one Checkpointer."""
 
     def __init__(self, best: Best | None, keep_last: int) -> None:
         """`best`: retention's rule for the best step, beside which it keeps the `keep_last` newest."""

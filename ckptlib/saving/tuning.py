@@ -63,7 +63,7 @@ class Kinds(NamedTuple):
 
 
 class Tuning:
-    """One per Checkpointer."""
+    """Adapts the intervals of one Checkpointer to what its saves cost."""
 
     def __init__(self, session: Session, kinds: Kinds) -> None:
         self._session, self._kinds = session, kinds

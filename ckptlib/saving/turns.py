@@ -26,7 +26,7 @@ INTERVAL = "ckptlib.interval"
 
 
 class Turns:
-    """One per Checkpointer; main thread."""
+    """Sends and takes in the words of one Checkpointer. Main thread."""
 
     def __init__(
         self, session: Session, store: Policy, memory: Policy | None, preempted: Callable[[], bool] | None

@@ -41,7 +41,7 @@ class Fenced(Protocol):
 
 
 class Fence:
-    """That of one Checkpointer. Steps come through it in their own thread, which may be one of autograd's."""
+    """Holds steps of optimizers until one Checkpointer's copies are done. A step may come in a thread of autograd's."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0

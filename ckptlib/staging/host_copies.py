@@ -11,7 +11,7 @@ from ckptlib.staging.pieces import Scratch
 
 
 class HostCopies:
-    """Of one snapshot. Keeps its sources until it is cleared."""
+    """Makes these copies for one snapshot, and keeps their sources until it is cleared."""
 
     def __init__(self, parts: Sequence[Pairs], random: np.random.Generator, scratch: Scratch) -> None:
         """Takes a sample of each source that is copied late."""

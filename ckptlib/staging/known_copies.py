@@ -21,7 +21,7 @@ from ckptlib.staging.pair import CopySource, Pair
 
 @dataclass(slots=True)
 class _Known:
-    """Of one slot."""
+    """What is known of the copies into one slot."""
 
     body: torch.Tensor
     offsets: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Destination(NamedTuple):
 
 
 class KnownPairs:
-    """One per rank; main thread."""
+    """Finds source and target of each copy, or knows them from the last snapshot. One per rank; main thread."""
 
     def __init__(self) -> None:
         self._known: dict[_Destination, _Known] = {}

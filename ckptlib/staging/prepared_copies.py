@@ -112,7 +112,7 @@ def _cut(target: torch.Tensor, source: torch.Tensor) -> list[Move]:
 
 
 class _Windows(NamedTuple):
-    """Of every tensor, at one place of it."""
+    """A few bytes of each tensor, at the same place in source and target."""
 
     of_sources: list[torch.Tensor]
     of_targets: list[torch.Tensor]

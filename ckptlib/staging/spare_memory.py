@@ -140,7 +140,7 @@ class Spare:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Of one slot."""
+    """What one slot has to hold."""
 
     layout: object
     """What lies where in it; compared by identity."""

@@ -19,7 +19,7 @@ MOST_SECTIONS = 64
 
 
 class Findings:
-    """Of one pass."""
+    """Collects what one pass finds."""
 
     def __init__(self) -> None:
         self._found = Found()

@@ -60,7 +60,7 @@ NOWHERE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class IoLimits:
-    """Of requests."""
+    """How large the requests of a read are, and how many there are at once."""
 
     most: int = RUN_BYTES
     """Bytes of one, where it is not a single chunk that has more."""

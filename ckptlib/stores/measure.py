@@ -56,7 +56,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a store, from this host."""
+    """How fast a store is from this host."""
 
     latency_s: Mapping[str, float]
     """Median of put, scan, get and delete of an object of 64 bytes."""

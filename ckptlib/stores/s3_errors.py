@@ -98,7 +98,7 @@ class Foreign(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Of one error."""
+    """What one error means for whoever made the request."""
 
     kind: type[StoreError]
     """The error for a caller."""

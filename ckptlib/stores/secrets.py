@@ -10,7 +10,7 @@ _USERINFO = re.compile(r"://[^/@:]*:([^/]*)@")
 
 
 class Secrets:
-    """Of one store."""
+    """The secrets in the URL and the options of one store."""
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self._secrets = _secrets_of({**options, "url": url})

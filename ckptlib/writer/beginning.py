@@ -22,7 +22,7 @@ from ckptlib.writer.watchdog import Watchdog
 
 
 class Beginning:
-    """Of one writer."""
+    """Carries out the trainer's order that its generation begins. One per writer."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ way by then. The training stands still meanwhile."""
 
 
 class Child:
-    """Main thread, but for `wake`, and for what is sent."""
+    """A running writer. For the trainer's main thread, but any thread may call `wake`, and send through the channel."""
 
     def __init__(self, setup: Message, log_path: Path, unread: WriterLock | None, wait_s: float) -> None:
         """Starts it. Raises OSError; nothing is left of it then. The arguments: see `Writer`, and `launch`."""

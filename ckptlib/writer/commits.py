@@ -35,7 +35,7 @@ class _InDoubt(Exception):
 
 
 class Commits:
-    """Of one writer. One thread commits, or waits for rank 0's; another removes old steps."""
+    """Carries out the commits of one writer. One thread commits, or waits for rank 0's; another removes old steps."""
 
     def __init__(
         self,

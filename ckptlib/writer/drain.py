@@ -91,7 +91,7 @@ def missing(part: Part, present: Mapping[str, int]) -> list[Pack]:
 
 
 class Drain:
-    """Of one rank. Used by one thread."""
+    """Copies the shares of one rank, one save after the other. For one thread."""
 
     def __init__(
         self,

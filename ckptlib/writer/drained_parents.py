@@ -14,7 +14,7 @@ from ckptlib.writer.parents import fits, keep_few, oldest_save
 
 
 class DrainedParents:
-    """Of one rank. The first save of a writer has none."""
+    """Parents of saves that are persisted on a local disk, for one rank. The first save of a writer has none."""
 
     def __init__(self, known: Callable[[], Steps]) -> None:
         """`known`: the steps of the store that `needs` tells of, as of when they were last listed."""

@@ -21,7 +21,7 @@ FULL_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 
 
 class Failures:
-    """Of one writer; from any thread."""
+    """Tells of the saves that fail in one writer. Any thread may call it."""
 
     def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float) -> None:
         """`shared`: of the root. `slack_s`: how long the next job waits for a failure to be published."""

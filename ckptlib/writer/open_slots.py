@@ -21,7 +21,7 @@ SUCCESSOR_POLL_S = 0.2
 
 
 class OpenSlots:
-    """Of one writer."""
+    """The open slots of one writer, by path."""
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}

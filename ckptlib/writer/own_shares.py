@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnShares:
-    """Of one writer."""
+    """Persists, drains or gives up this rank's share of each save, in the thread that each order belongs to."""
 
     def __init__(
         self,

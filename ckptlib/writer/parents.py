@@ -38,7 +38,7 @@ def keep_few(parts: list[Part], parent: Part | None) -> None:
 
 
 class Parents:
-    """Of one rank. Used by one thread."""
+    """Chooses the parent of each save of one rank. For one thread."""
 
     def __init__(self, catalog: Catalog, world_size: int, seen: SeenPacks) -> None:
         """`seen`: is told of packs that the job's trainer has seen."""

@@ -10,7 +10,7 @@ from ckptlib.writer.watchdog import slack_of
 
 
 class Silence:
-    """Of one writer process, as its trainer hears it."""
+    """Measures how long one writer has been silent, for its trainer."""
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s`: of a save."""

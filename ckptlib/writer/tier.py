@@ -41,7 +41,7 @@ TELL_EVERY_S = 600.0
 
 
 class Tier:
-    """Of one rank's writer."""
+    """Drains the saves that one writer has persisted on the local disk, and removes what it need not keep there."""
 
     def __init__(self, settings: LocalTier, store: Store, rank: int, root_id: str) -> None:
         """`root_id`: of the root that the job has opened in the store."""

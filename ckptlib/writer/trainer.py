@@ -12,7 +12,7 @@ ORPHAN_DEADLINE_S = 60.0
 
 
 class Trainer:
-    """Of one writer, which finishes its orders when its trainer is gone."""
+    """Watches one trainer, whose writer finishes its orders when it is gone."""
 
     def __init__(self, pid: int) -> None:
         """Its death is seen by pidfd: a pipe's end may have been inherited by its other children."""
