@@ -38,9 +38,9 @@ class StepReceiver:
         """This is the newest one."""
         self._last = slot, header
 
-    def base(self, but: Slot | None = None) -> Slot | None:
-        """The slot of the last sealed replica, if it still holds that; never `but`, which is to be overwritten."""
-        if self._last is None or self.distrusted or self._last[0] is but:
+    def base(self) -> Slot | None:
+        """The slot of the last sealed replica, if it still holds that: not once another one is written there."""
+        if self._last is None or self.distrusted:
             return None
         slot, header = self._last
         try:
@@ -48,9 +48,9 @@ class StepReceiver:
         except CkptError:  # it is being overwritten, or was closed, since it was too small
             return None
 
-    def offer(self, header: SlotHeader, but: Slot) -> Base | None:
-        """The base that this rank names to a sender who offers a snapshot that goes to `but`."""
-        if self.base(but) is None or self._last is None:
+    def offer(self, header: SlotHeader) -> Base | None:
+        """The base that this rank names to a sender. The slot for what is offered is marked as being written."""
+        if self.base() is None or self._last is None:
             return None
         last = self._last[1]
         return Base.of(last) if last.documents["table"] == header.documents["table"] else None

@@ -151,7 +151,7 @@ def receive_slot(
     except CkptError as error:
         _tell(link, frm, answer, _REFUSED, str(error))
         raise
-    base = None if steps is None else steps.offer(header, slot)
+    base = None if steps is None else steps.offer(header)
     _tell(link, frm, answer, _GOOD, json.dumps([lacking, base]))
     increments = None if steps is None or base is None else steps
     damage = _receive_content(link, frm, slot, header, snapshots, lacking, increments)
