@@ -163,6 +163,16 @@ def test_absurd_lengths_take_no_memory(slot: Slot) -> None:
         slot.read_header()
 
 
+def test_documents_that_are_yet_to_come_have_their_places(slot: Slot) -> None:
+    """As of a replica on its way; it is told as one that is being written, not as an empty slot."""
+    coming = replace(HEADER, sequence=1, documents={"layout": (slot.end, 100, "0" * 32)})
+    slot.write_header(coming)
+    assert slot.read_header() == coming
+    slot.write_header(replace(coming, sequence=2))
+    with pytest.raises(FormatError, match="documents extend to byte"):
+        slot.read_header()
+
+
 def test_a_truncated_slot_is_found(slot: Slot) -> None:
     header = sealed(slot)
     for length in (PAGE_BYTES + CAPACITY, PAGE_BYTES + 1, PAGE_BYTES, 100, 0):
