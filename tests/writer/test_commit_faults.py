@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from launch import environment
 from places import ROOT, WORKERS
-from workers.commit_faults import ERRORS, EVENTS, Case
+from workers.commit_faults import ERRORS, EVENTS, HANG_DEADLINE_S, Case
 
 REQUESTS = 8
 """Of a commit that meets no fault."""
@@ -35,7 +35,7 @@ def case(local: bool, *writers: Mapping[int, str]) -> Case:
     hangs = any("hangs" in fault for met in faults for fault in met.values())
     told = "; ".join(", ".join(f"{fault} {number}" for number, fault in met.items()) for met in writers)
     name = f"{told} ({'file system' if local else 'object store'})"
-    return {"name": name, "local": local, "deadline_s": 1.0 if hangs else 60.0, "writers": faults}
+    return {"name": name, "local": local, "deadline_s": HANG_DEADLINE_S if hangs else 60.0, "writers": faults}
 
 
 def outcomes(directory: Path, cases: Sequence[Case]) -> list[str]:
