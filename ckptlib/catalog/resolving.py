@@ -25,11 +25,15 @@ def resolve_manifest(catalog: Catalog, step: int | str, best: Best | None = None
 
 def resolve_as_put(catalog: Catalog, step: int | str, best: Best | None = None) -> tuple[Manifest, bytes]:
     """As `resolve_manifest`: the manifest and its document."""
-    for _ in range(TRIES - 1):
-        save = catalog.resolve(step, best)
-        with suppress(CheckpointNotFound):
-            return catalog.manifest_as_put(save)
-    return catalog.manifest_as_put(catalog.resolve(step, best))
+    try:
+        for _ in range(TRIES - 1):
+            save = catalog.resolve(step, best)
+            with suppress(CheckpointNotFound):
+                return catalog.manifest_as_put(save)
+        return catalog.manifest_as_put(catalog.resolve(step, best))
+    except CheckpointNotFound:
+        catalog.root()  # raises where there is none, which says more
+        raise
 
 
 def is_newest_there(catalog: Catalog, listed: Iterable[SaveId]) -> bool:

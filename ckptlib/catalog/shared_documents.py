@@ -71,7 +71,7 @@ class SharedDocuments:
             return self._root_there()
         except ObjectNotFound as error:
             found = sum(keys.parse_manifest_key(entry.key) is not None for entry in self.store.scan(keys.STEPS))
-            why = f"holds no checkpoints: there is no {keys.ROOT}"
+            why = f"holds no checkpoints: there is no {keys.ROOT}. Is this a run's URL, and its file system mounted?"
             if self.opened_id is not None and not found:
                 why = _gone(keys.ROOT)
             elif found:

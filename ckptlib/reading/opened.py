@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.resolving import resolve_manifest
-from ckptlib.errors import CheckpointNotFound, StateMismatch, UnsupportedState
+from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, values
 from ckptlib.format.box import Box
 from ckptlib.format.keys import checked_step
@@ -61,18 +61,10 @@ def open(
     store = open_store(url_text(url), storage_options)
     try:
         catalog = Catalog(store)
-        manifest = _manifest_of(catalog, step)
+        manifest = resolve_manifest(catalog, step)
         return CheckpointReader(store, catalog, manifest, framework, rank)
     except BaseException:
         store.close()
-        raise
-
-
-def _manifest_of(catalog: Catalog, step: int | str) -> Manifest:
-    try:
-        return resolve_manifest(catalog, step)
-    except CheckpointNotFound:
-        catalog.root()  # raises where there is none, which says more
         raise
 
 

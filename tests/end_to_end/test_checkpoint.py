@@ -70,7 +70,7 @@ def test_steps_are_listed_and_found(tmp_path: Path) -> None:
     assert list(ckptlib.checkpoints(tmp_path / "nothing")) == []
     with opened(tmp_path / "root") as root:
         target = {"a": 0}
-        with pytest.raises(CheckpointNotFound):
+        with pytest.raises(CheckpointNotFound, match=r"no ckptlib.json\. Is this a run's URL"):
             ckptlib.load(root.url, target)
         for step in (0, 7, 30):
             ckptlib.save(root.url, {"a": step}, step, metrics={"loss": step / 2})

@@ -64,7 +64,7 @@ def test_a_step_by_number_and_name(fresh: Root) -> None:
             assert found.get_tensor("x").tolist() == [expected] * 3
     with pytest.raises(ckptlib.CheckpointNotFound):
         ckptlib.open(fresh.url, 7)
-    with pytest.raises(ckptlib.CheckpointNotFound):
+    with pytest.raises(ckptlib.CheckpointNotFound, match="Is this a run's URL"):
         ckptlib.open(fresh.path / "elsewhere")
     with pytest.raises(ValueError, match="ranks 0 to 0"):
         ckptlib.open(fresh.url, rank=1)
