@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +60,20 @@ def test_a_later_step_is_not_taken_for_the_one_that_was_found(tmp_path: Path) ->
     with pytest.raises(ObjectNotFound, match=r"in memory: no copy of the share of rank 0 is left: .* used again"):
         source.bring({0})
     assert not source.drop_damaged(), "it would be tried again, for ever"
+    source.close()
+
+
+def test_a_slot_that_is_read_from_is_nobody_elses(tmp_path: Path) -> None:
+    """Else another rank of the host might remove it; a second descriptor of it would drop the locks of the first."""
+    slot = Slot.create(tmp_path, "slot", CAPACITY)
+    seal(slot, 4, 0)
+    source = source_of(slot)
+    (pack,) = source.part(0).packs
+    source.read_into(pack.key, 0, memoryview(bytearray(8)))
+    assert not source.drop_damaged()
+    code = "import sys; from pathlib import Path; from ckptlib.slots.slot import Slot\n"
+    code += "print(Slot.open(Path(sys.argv[1])).abandoned())"
+    assert subprocess.check_output([sys.executable, "-c", code, slot.path], text=True) == "False\n"
     source.close()
 
 
