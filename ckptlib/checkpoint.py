@@ -20,7 +20,7 @@ from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.format.paths import join
-from ckptlib.loading.lacked import lacked_anywhere, tell_excused
+from ckptlib.loading.lacked import lacked_anywhere, tell_excused, tell_nothing_fits
 from ckptlib.loading.match import targets
 from ckptlib.loading.overlaps import bring_together, set_apart
 from ckptlib.loading.own_values import warn_of_own_values
@@ -247,6 +247,8 @@ def _load_step(
     together(group, what, lambda: _check(source.save, order, wanted, unexpected))
     if order.strict and group.rank == 0:
         tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
+    elif not order.strict:
+        tell_nothing_fits(source.save.step, wanted, RNG)
 
     wants, overlapping = set_apart(wanted.wants)
     near = lru_cache(maxsize=None)(source.near)  # which looks through all ranks; thousands of tensors lie with the same

@@ -40,3 +40,15 @@ def tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> 
         if names:
             more = f" and {len(names) - 40} more" if len(names) > 40 else ""
             log.warning("step %d: %s: %s%s", step, what, ", ".join(names[:40]), more)
+
+
+def tell_nothing_fits(step: int, wanted: Targets, generators: str) -> None:
+    """Logs that a load that is not strict leaves all of this rank's state as it is: somebody would train, or evaluate,
+    with what the program made. `generators`: as above."""
+    lacked = [name for name in wanted.missing if not name.startswith(generators)]
+    if lacked and not wanted.values and all(want.name.startswith(generators) for want in wanted.wants):
+        log.warning(
+            "step %d: the checkpoint has nothing of this state, all of which is left as it was: %s%s. See whether map= "
+            "and only= name what `ckptlib show` lists",
+            *(step, ", ".join(lacked[:8]), f" and {len(lacked) - 8} more" if len(lacked) > 8 else ""),
+        )

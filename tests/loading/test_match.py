@@ -392,6 +392,18 @@ def test_what_no_cast_converts(root: Root, saved: str, wanted: str) -> None:
     assert target.view(torch.uint8).eq(1).all()
 
 
+def test_a_load_that_is_not_strict_and_finds_nothing_is_told(root: Root, caplog: pytest.LogCaptureFixture) -> None:
+    """As by a misspelt map: else somebody evaluates what the program made."""
+    root.save({"net": {"w": torch.ones(2), "b": torch.ones(1)}})
+    target = {"model": {"w": torch.zeros(2), "b": torch.zeros(1)}}
+    root.load(target, strict=False, map={"modle": "net"})
+    assert "nothing of this state, all of which is left as it was: model/w, model/b. See whether map=" in caplog.text
+    caplog.clear()
+    root.load(target, strict=False, map={"model": "net"})
+    root.load({**target, "net": {"w": torch.zeros(2)}}, strict=False)
+    assert caplog.text == ""
+
+
 def test_an_absent_step_names_those_there_are(root: Root) -> None:
     root.save({"a": 1})
     with pytest.raises(CheckpointNotFound, match=rf"no step 999; the last ones are: .*{root.step}$"):
