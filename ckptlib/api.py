@@ -178,8 +178,9 @@ def load(
             only its name, which `ckptlib ls --all --json` prints.
     metric: with step="best": the metric that says which step is, as rank 0 told it when it saved; and `mode`: "min" or
             "max". Default: those of `Keep(best=, mode=)` of the newest job that had one. NaN is never best.
-    strict: if True, a tensor or object that only one side has is an error; if False, the report lists it. A plain value
-            that only one side has is listed with a warning.
+    strict: if True, a tensor or object that only one side has is an error; if False, the report lists it, and a warning
+            says so if the checkpoint has nothing of a rank's state. A plain value that only one side has is listed with
+            a warning.
     map:    from a name in `state` to the checkpoint's name: a function, or a dict of names and path prefixes, such as
             {"model": "ema"}.
     only:   load only these names, path prefixes or patterns (fnmatch), such as "model" or "model/layers.*"; the rest of
