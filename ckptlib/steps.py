@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import CkptError, SaveFailed
@@ -70,8 +69,12 @@ class Steps:
         try:
             stopwatch.begin_step(step, waited_s)
             self._turns.profile.begin()
-            with self._alone():
-                self._done(step, metrics)
+            self._enter()  # no context manager: with one, a step that saves nothing takes a twentieth more calls
+            try:
+                with self._session.outcomes.turn:
+                    self._done(step, metrics)
+            finally:
+                self._called.release()
             self._turns.profile.end(waited_s)
             failed = False
         except KeyboardInterrupt:  # the step may be done again
@@ -84,20 +87,14 @@ class Steps:
             self._waited_within_s = self._fence.waited_s - waited_s
             stopwatch.end_step(step, failed)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """In this thread. Raises ValueError where another one is within."""
+    def _enter(self) -> None:
+        """This thread has `_called` from here on. Raises ValueError where another one is within."""
         if not self._called.acquire(blocking=False):
             raise ValueError(
                 f"{self._session.store.url}: two threads are in `after_step` or `save` of one Checkpointer at once. "
                 "Call these in the thread that trains: what another one saves may change while it is copied. Other "
                 "threads may wait for a save, as by `pending.wait_committed()`"
             )
-        try:
-            with self._session.outcomes.turn:
-                yield
-        finally:
-            self._called.release()
 
     def _done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session
@@ -110,9 +107,11 @@ class Steps:
         session.outcomes.poll()
         compare = self._attempts.owe_again() or bool(word.agree)
         self._turns.check(word)
-        last = self._stops(word) or step == self._due.final
-        with self._turns.stop.busy() if last else nullcontext():  # no step follows, so what waits here is no training
-            self._act(step, metrics, word, last, compare)
+        if self._stops(word) or step == self._due.final:
+            with self._turns.stop.busy():  # no step follows, so what waits here is no training
+                self._act(step, metrics, word, True, compare)
+        else:
+            self._act(step, metrics, word, False, compare)
 
     def _act(self, step: int, metrics: Mapping[str, object] | None, word: Word, last: bool, compare: bool) -> None:
         """Upon what all ranks have agreed for this step."""
@@ -223,8 +222,12 @@ class Steps:
 
     def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
-        with self._alone():
-            return self._save(step, metrics)
+        self._enter()
+        try:
+            with self._session.outcomes.turn:
+                return self._save(step, metrics)
+        finally:
+            self._called.release()
 
     def _save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         self._session.stager.fail_left()
