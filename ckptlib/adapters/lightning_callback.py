@@ -168,7 +168,9 @@ class CkptlibCallback(Checkpoint):
             self._close()
             raise Preempted
         if _ends(trainer) or (self._validated and self._keep is not None and self._keep.best in metrics):
-            self._checkpointer.save(self._step, metrics)
+            last = self._checkpointer.pending
+            has_them = last is not None and last.step == self._step
+            self._checkpointer.save(self._step, None if has_them else metrics)
         self._validated = False
 
     def _save_last(self, trainer: Trainer) -> None:

@@ -126,7 +126,7 @@ def test_told_to_stop_beside_another_checkpointer(tmp_path: Path) -> None:
     assert steps_of(tmp_path)[-1] == 9
 
 
-def test_the_best_steps_stay(tmp_path: Path) -> None:
+def test_the_best_steps_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each has the metrics of its own validation; those between have none, and are not kept for an older one's."""
     keep = {"last": 1, "best": "val_loss", "mode": "min", "num_best": 2}
     here(tmp_path, every=100, validate=2, keep=keep)
@@ -140,6 +140,7 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     assert {2, 4, 6, 8, 10, 12, 14} == validated  # also those for which no slot was free at once
     best = sorted(validated, key=lambda step: found[step]["val_loss"])[:2]
     assert {*told} == {*best, STEPS}
+    assert "is saved already" not in caplog.text  # by `every`, with its metrics
 
 
 def test_metrics_are_read_of_saved_steps_alone(tmp_path: Path) -> None:
