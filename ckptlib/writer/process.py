@@ -171,23 +171,27 @@ class WriterProcess:
             return
         late_numpy.load()  # all other orders come with the first snapshot, while that is copied
         if op == "begin":
-            order = BeginOrder.from_message(message)
-            begun = self._beginning.begin(order, message.get("known"), self._rank)
-            if self._tier is not None:
-                self._tier.begun = begun
-            elif order.is_new and not order.again:
-                self._persister.begin_anew()
-            if order.now and self._rank == 0:
-                (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
-            return
-        if op == "forget":
+            self._begin(message)
+        elif op == "forget":
             self._persists.put(partial(self._slots.forget, message["path"]))
-            return
-        if op == "earlier":
+        elif op == "earlier":
             if self._tier is not None:
                 self._tier.note_earlier(None if message["save"] is None else parse_save(message["save"]))
-            return
-        save, drains = parse_save(message["save"]), message.get("drains", True)
+        else:
+            self._take_of_save(op, parse_save(message["save"]), message)
+
+    def _begin(self, message: Message) -> None:
+        order = BeginOrder.from_message(message)
+        begun = self._beginning.begin(order, message.get("known"), self._rank)
+        if self._tier is not None:
+            self._tier.begun = begun
+        elif order.is_new and not order.again:
+            self._persister.begin_anew()
+        if order.now and self._rank == 0:
+            (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
+
+    def _take_of_save(self, op: str, save: SaveId, message: Message) -> None:
+        drains = message.get("drains", True)
         if drains and op in ("expect", "persist", "drain"):
             if self._rank == 0:
                 self._commits.expect(save)
