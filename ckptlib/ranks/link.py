@@ -53,7 +53,8 @@ class Link:
     """
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta, connect_within: timedelta | None = None) -> None:
-        """Collective over `over`, on the main thread. `connect_within`: None for `timeout`. Raises AgreementFailed."""
+        """Collective over `over`, from any thread, one at a time. `connect_within`: None for `timeout`. Raises
+        AgreementFailed."""
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.rank = over.rank()

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TypeVar
 
 from ckptlib import errors
@@ -74,21 +75,25 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
     if group.size == 1:
         return together(group, what, call)
     with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
-        return _meet_until_done(group, what, executor.submit(call))
+        return _meet_until_done(group, what, partial(executor.submit, call))
 
 
 def together_while_all_live(group: Group, what: str, call: Callable[[], Result]) -> Result:
     """As `together_at_length`, for a call that waits for the other ranks up to a time-out of its own. Where one of them
-    is gone, it is left to itself, and nothing may depend on what it does then. Raises RuntimeError where there is no
-    thread for it."""
+    is gone, it is left to itself, and nothing may depend on what it does then."""
     calling = JobFutures("while-all-live")
     try:
-        return _meet_until_done(group, what, calling.submit(call))
+        return _meet_until_done(group, what, partial(calling.submit, call))
     finally:
         calling.leave()
 
 
-def _meet_until_done(group: Group, what: str, work: Future[Result]) -> Result:
+def _meet_until_done(group: Group, what: str, submit: Callable[[], Future[Result]]) -> Result:
+    try:
+        work = submit()
+    except RuntimeError as error:  # no thread: nobody waits for this rank, as where it has lost another
+        work = Future()
+        work.set_exception(AgreementFailed(f"{error}. See ulimit -u, and pids.max of the container's cgroup"))
     began = most_done = time.monotonic()
     told_s = TOLD_AFTER_S
     try:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from workers.no_threads import NO_STACK
 
 from ckptlib.errors import AgreementFailed, StoreFull, UnsupportedState
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.meeting import group_of, meet
-from ckptlib.ranks.together import together, together_at_length
+from ckptlib.ranks.together import together, together_at_length, together_while_all_live
 
 
 def collectives(group: Group) -> None:
@@ -135,7 +137,8 @@ def apart() -> None:
 
 
 def at_length() -> None:
-    """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
+    """A rank that takes much longer than the others wait in a collective; one that fails after that; one without a
+    thread."""
     dist.barrier()
     group = group_of(None, timedelta(seconds=3))  # of each collective; a busy machine needs some of it
 
@@ -150,6 +153,11 @@ def at_length() -> None:
     assert together_at_length(group, "the work", work) == group.rank
     with pytest.raises(StoreFull, match="no space on /scratch"):
         together_at_length(group, "the work", fail)
+    before = threading.stack_size(NO_STACK if group.rank == 1 else 0)
+    for how in (together_at_length, together_while_all_live):
+        with pytest.raises(AgreementFailed, match=r"thread.* See ulimit -u"):
+            how(group, "the work", lambda: None)
+    threading.stack_size(before)
     group.close()
     dist.barrier()
 
