@@ -278,7 +278,7 @@ class FsspecStore(Store):
     def _entry(self, info: Mapping[str, Any]) -> Entry:
         if (size := info["size"]) is None:
             raise StoreError(f"{info['name']} is listed without a size, as by web pages; copy it to a path or a bucket")
-        return Entry(str(info["name"]).removeprefix(self._root).lstrip("/"), int(size), _modified(info))
+        return Entry(str(info["name"]).removeprefix(self._root).removeprefix("/"), int(size), _modified(info))
 
     @override
     def delete(self, *keys: str) -> None:

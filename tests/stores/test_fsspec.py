@@ -284,6 +284,14 @@ def test_an_archive_whose_names_begin_at_its_root(tmp_path: Path) -> None:
     assert store.get("steps/1.json") == b"1"
 
 
+def test_a_name_with_a_slash_too_many_is_no_key(tmp_path: Path) -> None:
+    """As a copy to "run/" may make it: a step would be listed that nobody can read."""
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        archive.writestr("run/steps/1.json", b"1")
+        archive.writestr("run//steps/2.json", b"2")
+    assert keys(FsspecStore(f"zip://run::file://{tmp_path}/run.zip", {})) == ["steps/1.json"]
+
+
 def test_web_pages_that_list_files_are_no_store() -> None:
     class Pages(Handler):
         def do_GET(self) -> None:
