@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -46,7 +46,7 @@ class Fence:
     def __init__(self) -> None:
         self.waited_s = 0.0
         """Seconds that threads have waited here, all in all."""
-        self._fired = WeakIdKeyDictionary()
+        self._fired: MutableMapping[torch.optim.Optimizer, int] = WeakIdKeyDictionary()
         """The optimizers that did, and in which interval the last time; by themselves: the address of one that is gone
         may be another's."""
         self._interval = 0
