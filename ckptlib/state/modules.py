@@ -15,7 +15,8 @@ from ckptlib.state.wrappers import canonical
 
 _REFUSED = {
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
-        "FSDP1 flattens parameters; use FSDP2: torch.distributed.fsdp.fully_shard(model)"
+        "FSDP1 flattens parameters; use FSDP2: torch.distributed.fsdp.fully_shard(model). Or save what torch's "
+        "get_state_dict(model, optimizer) gives, by ckptlib.dcp.save"
     ),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): "save engine.module under ZeRO stage 0-1, or use FSDP2",
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"): (

@@ -449,7 +449,7 @@ def test_sets_whose_text_is_the_same_in_each_process_may_be_keys() -> None:
 
 
 FOREIGN = {
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (nn.Module, "fully_shard"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (nn.Module, "fully_shard.*dcp.save"),
     "deepspeed.runtime.engine.DeepSpeedEngine": (nn.Module, "engine.module"),
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel": (nn.Module, "wrapped module"),
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (torch.optim.SGD, "FSDP2"),
