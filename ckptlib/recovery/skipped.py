@@ -49,6 +49,11 @@ class Skipped:
         why = "; ".join(self.told)
         if self._newer:
             return NewerFormat(f"{url}: this ckptlib is too old to read any step; upgrade it: {why}")
+        if self._absent and self._in_memory:
+            return CheckpointNotFound(
+                f"{url}: nothing is damaged, but each step was in memory alone, and the job before let go of it as it "
+                f"was read. Start this job again: {why}"
+            )
         if self._absent:
             return CheckpointNotFound(
                 f"{url}: nothing is damaged, but every step lacks objects. Was all of the root copied here, and has "

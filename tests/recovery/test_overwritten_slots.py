@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +14,13 @@ import pytest
 from support import ROOT_ID
 from workers.rank_slots import CAPACITY, STATE, seal
 
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, ObjectNotFound
+from ckptlib.errors import AgreementFailed, CheckpointNotFound, CkptError, CorruptData, ObjectNotFound
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.recovery import memory_source
+from ckptlib.recovery.candidates import Candidate
 from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.memory_source import InMemory
+from ckptlib.recovery.skipped import Skipped
 from ckptlib.slots.slot import Slot
 
 NEWER = r"holds 000000000005-.* of rank 0 by now, expected 000000000004-.* of rank 0"
@@ -125,6 +128,22 @@ def test_what_its_job_lets_go_of_as_it_is_read_is_not_taken_for_damage(
     assert not source.drop_damaged()
     with pytest.raises(error, match="step 4 in memory: no copy of the share of rank 0 is left"):
         source.bring({0})
+    source.close()
+
+
+def test_what_was_in_memory_alone_and_is_let_go_of_is_no_partial_copy(tmp_path: Path) -> None:
+    slot = Slot.create(tmp_path, "slot", CAPACITY)
+    seal(slot, 4, 0)
+    (found,) = look([slot], ROOT_ID)
+    source = source_of(slot)
+    let_go(slot)
+    with pytest.raises(ObjectNotFound) as caught:
+        source.part(0)
+    skipped = Skipped()
+    skipped.add(Candidate(found.snapshot.save, found.snapshot, committed=False), caught.value)
+    error = skipped.error("run")
+    assert isinstance(error, CheckpointNotFound)
+    assert re.search(r"nothing is damaged, .* in memory alone, .* Start this job again: step 0+4-", str(error))
     source.close()
 
 
