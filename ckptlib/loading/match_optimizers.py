@@ -94,7 +94,7 @@ class OptimizerTargets:
         is_alike = is_own and before == {*map(self._saved_name, chain.from_iterable(names))}
         scalars, dtensors = scalars_of(optimizer), self._saved.dtensors.get(saved_path, {})
         taken: set[str] = set()
-        by_position = any(name.startswith("@") for name in groups)
+        by_position = bool(groups) and all(name.startswith("@") for name in groups)
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
             alike, options = self._groups.add(optimizer, group, i, saved_path, origins)

@@ -120,3 +120,17 @@ def test_parameters_that_have_no_names_in_the_source(tmp_path: Path, imported: b
         pytest.raises(ckptlib.StateMismatch, match=told),
     ):
         ckpt.restore()
+
+
+def test_one_parameter_without_a_name_is_not_all_of_them(tmp_path: Path) -> None:
+    """Else one is told to load by position what has names."""
+    ckptlib.save(tmp_path / "root", layers_and_a_scale(1), 1)
+    with pytest.raises(ckptlib.StateMismatch, match=r"optimizer/model/1.weight: not in the checkpoint\n") as raised:
+        ckptlib.load(tmp_path / "root", layers_and_a_scale(2))
+    assert "by position" not in str(raised.value)
+
+
+def layers_and_a_scale(num_layers: int) -> dict[str, object]:
+    """The scale is in no module, so that nothing names it."""
+    layers = nn.Sequential(*[nn.Linear(1, 1) for _ in range(num_layers)])
+    return {"model": layers, "optimizer": torch.optim.Adam([*layers.parameters(), nn.Parameter(torch.ones(1))])}
