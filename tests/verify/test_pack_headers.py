@@ -149,6 +149,13 @@ def test_no_header_at_all(head: bytes) -> None:
         check_head(head, len(data), *expected_head(part, LAYOUT, 0), "pack")
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+def test_an_object_ends_where_its_last_entry_does(more: int) -> None:
+    part, [data] = made()
+    with pytest.raises(FormatError, match=f"last entry ends at {len(data)}, the object at {len(data) + more}"):
+        check(part, 0, data + b"\0" if more > 0 else data[:more])
+
+
 def test_packs_of_early_versions_have_no_boxes() -> None:
     part, [data] = made()
     check(part, 0, rewritten(data, lambda h: h["__metadata__"].pop("boxes")))
