@@ -137,3 +137,13 @@ def test_one_rank_plans_what_it_planned_before() -> None:
         repr([(f.name, f.dtype, f.shape, f.held, f.owner is None, f.tied, f.frozen) for f in flat.leaves]).encode(),
     ]
     assert str(xxhash.xxh3_128_hexdigest(b"\n".join(told))) == "8fd341b54541130f2d17fa82170bc423"
+
+
+def test_what_changes_once_costs_no_comparison_before_later_saves() -> None:
+    """Each waits for all ranks. Only a state that changes from save to save had better be compared before each."""
+    planner, asks = Planner(SoloGroup()), []
+    for size in (1, 1, 2, 2, 3, 4, 5, 5):
+        flat = flatten({"x": torch.ones(size)})
+        planner.agree(flat, planner.rows(flat))
+        asks.append(planner.must_compare)
+    assert asks == [False, False, False, False, False, True, True, False]
