@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support import ROOT_ID
+from typing_extensions import override
 from workers.rank_slots import CAPACITY, STATE, seal
 
 from ckptlib.errors import AgreementFailed, CheckpointNotFound, CkptError, CorruptData, ObjectNotFound
@@ -40,6 +42,22 @@ def test_a_layout_that_is_another_one_by_now_is_no_copy(tmp_path: Path, state: d
     seal(slot, 5, 0, state)
     with pytest.raises(ObjectNotFound, match=NEWER):
         InMemory(SoloGroup(), None, inventory, found.snapshot, timedelta(seconds=1))
+
+
+def test_a_layout_that_came_wrong_from_the_rank_that_read_it_is_no_copy(tmp_path: Path) -> None:
+    """Only that rank has compared it with the digest in its slot."""
+
+    class Alters(SoloGroup):
+        @override
+        def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
+            buffer[-2] ^= 1
+
+    slot = Slot.create(tmp_path, "slot", CAPACITY)
+    seal(slot, 4, 0)
+    (found,) = look([slot], ROOT_ID)
+    inventory = Inventory([describe([found], [found.memory], "host", [0])])
+    with pytest.raises(CorruptData, match="its layout does not match"):
+        InMemory(Alters(), None, inventory, found.snapshot, timedelta(seconds=1))
 
 
 def source_of(slot: Slot) -> InMemory:
