@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.resolving import resolve_as_put
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.box import Box
@@ -23,7 +24,6 @@ from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.reader import Reader
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.reading.committed import Committed
-from ckptlib.reading.opened import _manifest_of
 from ckptlib.reading.reader import Want
 from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.stores.local import LocalStore
@@ -133,7 +133,10 @@ def test_a_document_that_was_altered_on_the_way_is_read_again(tmp_path: Path, pr
 
 @pytest.mark.parametrize(
     "read",
-    [lambda catalog, save: _manifest_of(catalog, "latest"), lambda catalog, save: step_objects(catalog, save).manifest],
+    [
+        lambda catalog, save: resolve_as_put(catalog, "latest")[0],
+        lambda catalog, save: step_objects(catalog, save).manifest,
+    ],
     ids=["open", "copy"],
 )
 def test_who_opens_or_copies_a_step_reads_its_manifest_again(
