@@ -82,7 +82,7 @@ def test_no_disk_is_filled_with_what_no_pack_has(path: Path, monkeypatch: pytest
 
 
 def test_what_is_there_is_never_overwritten(path: Path) -> None:
-    out = path.parent / "x.safetensors"
+    out = path.parent / "mine"
     out.write_bytes(b"mine")
     for form in ("safetensors", "torch"):
         with pytest.raises(ckptlib.ObjectExists, match="is there already"):
