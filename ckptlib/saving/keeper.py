@@ -50,8 +50,12 @@ class StateKeeper(Keeper):
     def end(self) -> None:
         """Later loads belong to another Checkpointer."""
         registry.keepers.discard(self)
-        if self._session.owner.here:
-            registry.take_loads(self._session.settings.url, self._session.over)
+        session = self._session
+        if not session.owner.here:
+            return
+        registry.take_loads(session.settings.url, session.over)
+        if session.store_state.superseded is None:
+            registry.go_on_behind(session)
 
     @override
     def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:

@@ -56,7 +56,8 @@ class Registry:
         self.sessions: OrderedDict[Key, Session] = OrderedDict()
         """The one that was used last is the last."""
         self._places: dict[Key, SaveId] = {}
-        """Of sessions that were closed since others are used: `Session.place`."""
+        """Of sessions that were closed since others are used, and of Checkpointers that have saved behind a session
+        that is open here: `Session.place`."""
         self.loads: dict[Key, Loads] = {}
         """Since the last save."""
         self.keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
@@ -101,8 +102,10 @@ class Registry:
         self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
         before, loads, origin = self.sessions.get(key), self.loads.get(key), None
         session = None if before is None or before.closed else before
-        place = self._places.get(key) if before is None else before.place
-        if session is not None and session.group.any({**session.settings.options} != {**(options or {})}):
+        place = self._places.get(key) or (None if before is None else before.place)
+        if session is not None and session.group.any(
+            key in self._places or {**session.settings.options} != {**(options or {})}
+        ):
             session.close(SAVE_DEADLINE, clean=True)
             session = None
         if session is not None and session.settings.codec != codec:
@@ -156,6 +159,14 @@ class Registry:
             return self._places[key].step
         session = self.sessions.get(key)
         return None if session is None or session.closed or session.newest_step < 0 else session.newest_step
+
+    def go_on_behind(self, session: Session) -> None:
+        """A Checkpointer of this process has saved by this session, and ends: the next save goes on from there. The
+        session that `save` had before could save no more."""
+        key = self.key(session.settings.url, session.over)
+        before = self.sessions.get(key)
+        if before is not None and before.generation < session.generation and session.place is not None:
+            self._places[key] = session.place
 
     def begin_again(self, url: str, over: dist.ProcessGroup | None) -> None:
         """The next save to a root begins a new generation. Collective; waits for saves in flight."""

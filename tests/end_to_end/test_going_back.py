@@ -316,3 +316,21 @@ def test_the_first_save_goes_on_from_what_was_loaded_last(tmp_path: Path) -> Non
     found = catalog(tmp_path / "root")
     assert steps(tmp_path / "root") == [1, 3]
     assert {of.save.step for of in found.manifest(found.resolve("latest")).uses} == {1}
+
+
+def test_saves_before_and_behind_a_checkpointer_of_one_process(tmp_path: Path) -> None:
+    """As in a notebook, where all cells save to one root."""
+    job = Job(tmp_path / "root")
+    ckptlib.save(job.root, job.state, step=1)
+    job.body()
+    with job.checkpointer(every=10**9) as ckpt:
+        ckpt.save(3)
+    with pytest.raises(ValueError, match="steps must increase"):
+        ckptlib.save(job.root, job.state, step=2)
+    job.body()
+    ckptlib.save(job.root, job.state, step=4)
+    assert steps(job.root) == [1, 3, 4]
+    told = job.bits()
+    job.body()
+    ckptlib.load(job.root, job.state)
+    assert job.bits() == told
