@@ -228,8 +228,6 @@ class Remote:
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
         self._num_offers = 0
         self._lock = threading.Lock()
-        self._failure: AgreementFailed | None = None
-        """Why this rank is asked for nothing any more."""
         self.nbytes_received = 0
         for stream in range(STREAMS):
             self._free.put(stream)
@@ -242,7 +240,8 @@ class Remote:
     def read(self, number: int, at: int, buffer: memoryview) -> None:
         """Fills `buffer`, PIECE_BYTES at most.
 
-        Raises one of UNUSABLE with the server's reason why it cannot; AgreementFailed, from then on always.
+        Raises one of UNUSABLE with the server's reason why it cannot; AgreementFailed, from then on always and at
+        once: gloo has closed the connection.
         """
         try:
             stream = self._free.get(timeout=self._timeout.total_seconds())
@@ -252,12 +251,7 @@ class Remote:
                 f"{self._timeout.total_seconds():.0f} s"
             ) from None
         try:
-            if self._failure is not None:
-                raise self._failure
             self._read(stream, number, at, buffer)
-        except AgreementFailed as error:
-            self._failure = error
-            raise
         finally:
             self._free.put(stream)
 

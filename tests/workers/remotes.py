@@ -424,13 +424,17 @@ class Hangs:
 
 
 def disk_that_hangs(directory: Path) -> None:
-    """Rank 0's, as it reads out. The other rank is told at its time-out what to do."""
+    """Rank 0's, as it reads out. The other rank is told at its time-out what to do, and waits for no second one."""
     disk = Hangs()
     exchange = Exchange(Link(world(), PATIENCE), PATIENCE, lambda what: disk)
     exchange._link._timeout = timedelta(seconds=0.5) if rank() else PATIENCE  # to connect may take longer
     for there in exchange.add([("its share", 0, 1)]).values():
         with pytest.raises(AgreementFailed, match=r"within .* Rank 0 reads its local disk: .* without `local`"):
             RemoteShare(there).part()
+        exchange._link._timeout, began = PATIENCE, time.monotonic()
+        with pytest.raises(AgreementFailed, match="asking rank 0 failed"):
+            there.read_at(0, memoryview(bytearray(8)))
+        assert time.monotonic() - began < PATIENCE.total_seconds() / 2
     dist.barrier()
     disk.ended.set()
     exchange.close(together=False)
