@@ -30,11 +30,13 @@ from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Pack, Part
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
+from ckptlib.policy.tier import LocalTier
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.drain import Drain, Pace, missing
 from ckptlib.writer.persist import Persister, put_failure
+from ckptlib.writer.tier import Tier
 
 MUTATING = {"put", "write", "commit", "delete"}
 
@@ -303,6 +305,16 @@ def test_a_drain_that_hangs_costs_a_writer_and_is_made_by_the_next_one(tier: Tie
 
 
 # -- without a writer process
+
+
+def test_what_is_never_drained_leaves_nothing_behind_in_the_writer(tmp_path: Path) -> None:
+    """A job may save to its disks alone for months, every few seconds. Only the newest one can still be drained."""
+    tier = Tier(LocalTier(tmp_path), LocalStore(str(tmp_path / "root")), 0, "0" * 32)
+    generation = GenerationId(1, "0" * 8)
+    tier.expect(SaveId(0, generation))
+    for step in range(100):
+        tier.note_new(SaveId(step, generation))
+    assert [save.step for save in sorted(tier._new)] == [0, 99]
 
 
 class Direct:
