@@ -1,0 +1,35 @@
+"""What is told of snapshots that are newer than the step that a job goes on from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import make_generation, make_root
+
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.ranks.group import SoloGroup
+from ckptlib.recovery.candidates import Candidate
+from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, describe
+from ckptlib.recovery.left_out import tell_left_out
+from ckptlib.stores.memory import MemoryStore
+
+
+@pytest.mark.parametrize("unrecorded", [None, 5, 7])
+def test_only_of_a_job_without_a_record_it_is_told_why_its_snapshot_is_left_out(
+    unrecorded: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Snapshots that a rewind has abandoned stay in memory for a while, too: whoever went back knows that."""
+    catalog = make_root(MemoryStore())
+    saves = [SaveId(step, make_generation(catalog)) for step in (4, 5, 6)]
+    if unrecorded is not None:
+        saves.append(SaveId(unrecorded, GenerationId(2, "2" * 8)))
+    found = [
+        Found(SnapshotId(save, n, 1), 0, "A", f"/dev/shm/{n}.slot", "0" * 32, 100, 4096) for n, save in enumerate(saves)
+    ]
+    session: Any = SimpleNamespace(group=SoloGroup(), catalog=catalog)
+    restored = Candidate(saves[0], found[0].snapshot, committed=False)
+    tell_left_out(session, Inventory([describe(found, ["A"], "A", [0])]), {}, restored)
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" is whole in the memory")[0] for line in told] == [f"step {save}" for save in saves[3:]]
