@@ -23,7 +23,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.peers import increments
 from ckptlib.peers.increment_receiver import StepReceiver
-from ckptlib.peers.increments import RAW, STEP, Stretch, beside, receive_increments, stretches
+from ckptlib.peers.increments import RAW, STEP, Base, Stretch, beside, receive_increments, stretches
 from ckptlib.peers.parameters import ADAM, DTYPE, LION, OTHER, SEVERAL, SGD, SMALL, Span, find_parameters
 from ckptlib.peers.ranges import MAX_RANGES, ByteRange
 from ckptlib.peers.update_guesses import guesses
@@ -176,6 +176,21 @@ def test_plans() -> None:
             receiver.accept(wrong, found, whole)
     with pytest.raises(FormatError, match="are not lacking"):
         receiver.accept(json.dumps([state]).encode(), found, [ByteRange(0, 4096)])
+
+
+def test_no_base_is_named_for_what_lies_otherwise(tmp_path: Path) -> None:
+    """As when a parameter was added since: the same place holds something else, or nothing."""
+    slot, receiver = Slot.create(tmp_path, "slot", 4096), StepReceiver()
+    tables = [{"table": (4096, 100, digit * 32)} for digit in "01"]
+    one, same, other = (
+        SlotHeader(ROOT_ID, SaveId(step, GenerationId(1, "0" * 8)), 0, 1, step, 2 * step, 4096, tables[table])
+        for step, table in ((1, 0), (2, 0), (2, 1))
+    )
+    slot.write_header(one)
+    receiver.sealed(slot, one)
+    assert receiver.offer(same) == Base.of(one)
+    assert receiver.offer(other) is None
+    slot.close()
 
 
 def test_what_is_left_beside_increments() -> None:
