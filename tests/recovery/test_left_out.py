@@ -33,3 +33,17 @@ def test_only_of_a_job_without_a_record_it_is_told_why_its_snapshot_is_left_out(
     tell_left_out(session, Inventory([describe(found, ["A"], "A", [0])]), {}, restored)
     told = [record.getMessage() for record in caplog.records]
     assert [line.partition(" is whole in the memory")[0] for line in told] == [f"step {save}" for save in saves[3:]]
+
+
+@pytest.mark.parametrize(("restored", "told"), [(None, 6), (5, 6), (6, None), (7, None)])
+def test_of_what_is_not_whole_the_newest_is_told_that_is_newer(
+    restored: int | None, told: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that takes a snapshot at each step leaves older ones in part behind, which no restart would want."""
+    generation = GenerationId(1, "0" * 8)
+    in_part = {SaveId(step, generation): [1] for step in (4, 6, 5)}
+    candidate = None if restored is None else Candidate(SaveId(restored, generation), None, committed=True)
+    session: Any = SimpleNamespace(group=SoloGroup(), catalog=None)
+    tell_left_out(session, Inventory([]), in_part, candidate)
+    lines = [record.getMessage().partition(" is in the memory")[0] for record in caplog.records]
+    assert lines == ([] if told is None else [f"step {SaveId(told, generation)}"])
