@@ -22,6 +22,7 @@ from workers.crash_oracle import read_root
 import ckptlib
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import SaveFailed, StoreError
+from ckptlib.events import Begun, Event, Restored
 from ckptlib.stores.testing import flip_bit
 
 BEST = ckptlib.Keep(last=1, best="val_loss", mode="min")
@@ -318,10 +319,11 @@ def train(tiered: Tiered, ckpt: ckptlib.Checkpointer, metrics: Mapping[int, Mapp
 def test_restores_the_newest_from_the_disk_and_drains_it_at_once(tiered: Tiered) -> None:
     bits = crashed(tiered, ckptlib.Steps(3), 5)
     assert steps(tiered.bucket) == [3]
-    job = Job(tiered.bucket, seed=1)
-    with tiered.open(job, drain=ckptlib.Steps(1000)) as ckpt:
+    job, told = Job(tiered.bucket, seed=1), list[Event]()
+    with tiered.open(job, drain=ckptlib.Steps(1000), on_event=told.append) as ckpt:
         report = ckpt.restore()
         assert (report.step, report.committed, report.in_memory, report.skipped) == (5, False, False, ())
+        assert [type(event) for event in told][:2] == [Restored, Begun], "it is saved again"
         assert str(tiered.disk) in report.source
         assert job.bits() == bits[4]
         assert ckpt.pending is not None
