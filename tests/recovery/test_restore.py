@@ -33,6 +33,7 @@ from ckptlib.errors import AgreementFailed, CheckpointNotFound, CorruptData, Obj
 from ckptlib.format.keys import SaveId
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import Group
+from ckptlib.recovery.candidates import Untried
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.restore import _await_orphans, _closed_together
 from ckptlib.saving.session import Session
@@ -405,6 +406,26 @@ def test_a_snapshot_that_has_lost_a_share_is_not_left_out_without_a_word(
     assert "step 000000000007-" in told.message
     assert "the share of rank 1 is not there" in told.message
     assert told.levelno == (logging.INFO if whole else logging.WARNING)
+
+
+def test_memory_that_an_older_copy_may_need_is_not_taken_before_the_restored_step_has_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where fewer hosts have the step than an older one: slots for later snapshots are made when they come."""
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    weights = torch.full((3000,), 3.0)
+    ckpt = ckptlib.Checkpointer(tmp_path / "root", {"w": weights}, every=1000, peers=peers, arena=tmp_path)
+    ckpt.save(3).wait_committed(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    num_slots = []
+    for stays in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(Untried, "safer", lambda self, candidate, stays=stays: candidate.save if stays else None)
+            ckpt = ckptlib.Checkpointer(tmp_path / "root", {"w": weights}, every=1000, peers=peers, arena=tmp_path)
+            assert ckpt.restore().in_memory
+            num_slots.append(len(ckpt._session.snapshots.arena.slots))
+            ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    assert num_slots[0] == 1 < num_slots[1]
 
 
 # -- no tensor is left with what a damaged step has put into it
