@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import ROOT_ID, layout_of, shards_of
+from workers import rank_slots
 
 from ckptlib.codecs.update_rules import Adam, Lion, Momentum, Nesterov
 from ckptlib.errors import AgreementFailed, FormatError
@@ -23,9 +24,10 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.peers import increments
 from ckptlib.peers.increment_receiver import StepReceiver
+from ckptlib.peers.increment_sender import NO_BASE, StepSender
 from ckptlib.peers.increments import RAW, STEP, Base, Stretch, beside, receive_increments, stretches
 from ckptlib.peers.parameters import ADAM, DTYPE, LION, OTHER, SEVERAL, SGD, SMALL, Span, find_parameters
-from ckptlib.peers.ranges import MAX_RANGES, ByteRange
+from ckptlib.peers.ranges import MAX_RANGES, ByteRange, everything
 from ckptlib.peers.update_guesses import guesses
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
@@ -191,6 +193,27 @@ def test_no_base_is_named_for_what_lies_otherwise(tmp_path: Path) -> None:
     assert receiver.offer(same) == Base.of(one)
     assert receiver.offer(other) is None
     slot.close()
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["overwritten", "closed"])
+def test_nothing_builds_on_a_slot_that_holds_its_snapshot_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """Though the holder has that snapshot: an arena closes a slot that has become too small."""
+    monkeypatch.setattr(rank_slots, "layout_of", lambda keys: layout(keys, [["w"]]))
+    first, second = (Slot.create(tmp_path, name, 1 << 20) for name in ("first", "second"))
+    sender, state = StepSender(), arrays("w", "exp_avg", "exp_avg_sq")
+    header = rank_slots.seal(first, 1, 0, state)
+    sender.offer(first, header)
+    sender.sealed()
+    newer = rank_slots.seal(second, 2, 0, state)
+    sender.offer(second, newer)
+    if closed:
+        first.close()
+    else:
+        rank_slots.seal(first, 3, 0, state)
+    assert sender.plan(everything(newer), Base.of(header)) == []
+    assert sender.left == {NO_BASE: 3 * 4 * COUNT}
 
 
 def test_what_is_left_beside_increments() -> None:
