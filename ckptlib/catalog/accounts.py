@@ -1,9 +1,9 @@
 """The accounts of a root: where the time of each start of its job went, in few objects beside the generations.
 
-The writer of a start's first rank puts its account when the trainer is gone. Where host and writer went with it, the
-newest manifest of that start tells how far it had come, and the next start puts that. When there are too many objects,
-one with all that they tell takes their place; those that it replaces are deleted. Two that do so at once put two such
-objects that tell the same. No torch.
+The writer of a start's first rank puts its account when the trainer is gone. If host and writer died too, the newest
+manifest of that start tells how far it had come, and the next start puts an account from that. When there are too many
+objects, one object with all their accounts replaces them, and they are deleted. Two processes that merge at once put
+two such objects with the same content. No torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ckptlib.format.manifest import Manifest
 log = logging.getLogger(__name__)
 
 MAX_OBJECTS = 64
-"""More are put into one."""
+"""If there are more, they are merged into one."""
 
 MAX_LISTINGS = 4
-"""While others merge accounts, which happens once in MAX_OBJECTS starts."""
+"""How often accounts are listed again because others merged them, which happens once in MAX_OBJECTS starts."""
 
 MAX_ACCOUNT_BYTES = 64 * 2**20
-"""Of an object that is read: ckptlib writes none that is larger."""
+"""The largest object that is read; ckptlib writes none that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Accounts:
 
     told: Mapping[GenerationId, Account]
     untold: Sequence[GenerationId]
-    """Starts that left no account: of an older ckptlib, or of `ckptlib.save`. Not the newest one before it has a
-    step."""
+    """Starts that left no account: those of an older ckptlib, or of `ckptlib.save`. The newest start is not included
+    before it has a step."""
     problems: Sequence[str]
     """Objects that cannot be read."""
 
 
 def put_account(catalog: Catalog, generation: GenerationId, account: Account) -> None:
-    """And one for all, where there are too many objects. Raises the store's errors."""
+    """Puts an account; merges all accounts into one object if there are too many. Raises the store's errors."""
     _put(catalog, generation, {generation: account})
     found = _keys(catalog)
     if len(found) > MAX_OBJECTS:
@@ -56,7 +56,10 @@ def put_account(catalog: Catalog, generation: GenerationId, account: Account) ->
 
 
 def keep_account_of(catalog: Catalog, save: SaveId) -> None:
-    """Of the start that made this save, by its manifest, where it left none: retention may drop all of its steps."""
+    """Puts the account of the start that made this save, from its manifest, if that start left none.
+
+    Otherwise it would be lost once retention drops all steps of that start.
+    """
     if all(keys.parse_account_key(key) != save.generation for key in _keys(catalog)):
         try:
             manifest = catalog.manifest(save)
@@ -66,15 +69,18 @@ def keep_account_of(catalog: Catalog, save: SaveId) -> None:
 
 
 def keep_account_in(catalog: Catalog, manifest: Manifest) -> None:
-    """The same for a start of which the caller knows that it left none. One that it leaves late does no harm: of two of
-    one start the fuller one counts."""
+    """Puts the account that this manifest tells; the caller knows that its start left none. If the start leaves one
+    after all, no harm is done: of two accounts of one start, the fuller one counts."""
     account, generation = _told_in(manifest), manifest.save.generation
     if account is not None:
         _put(catalog, generation, {generation: account})
 
 
 def read_accounts(catalog: Catalog) -> Accounts:
-    """Of all starts. An account that cannot be read is reported, and hides no other. Raises the store's errors."""
+    """Reads the accounts of all starts. An account that cannot be read is reported, and hides no other.
+
+    Raises the store's errors.
+    """
     for _ in range(TRIES):
         listed = catalog.saves()
         found = _accounts(catalog, listed)
@@ -122,7 +128,7 @@ def _told_in(manifest: Manifest) -> Account | None:
 
 
 def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
-    """What the newest of these tells that retention has not dropped since they were listed."""
+    """Returns the account in the newest of these saves that retention has not dropped since they were listed."""
     for save in reversed(saves):
         with suppress(CheckpointNotFound):
             return _told_in(catalog.manifest(save))
@@ -130,7 +136,7 @@ def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
 
 
 def is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
-    """`ckptlib rewind` puts a generation's record, and starts nothing."""
+    """Whether `ckptlib rewind` put the generation's record, which starts no job."""
     try:
         return catalog.generation(generation).rewind
     except UNUSABLE:  # told where history is walked
@@ -138,7 +144,7 @@ def is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
 
 
 def _read_listed(catalog: Catalog) -> tuple[dict[GenerationId, Account], list[str]]:
-    """All that are there. Those merged since they were listed are in an object that a new listing has."""
+    """Reads all accounts. Those merged since they were listed are in an object that a new listing shows."""
     for _ in range(MAX_LISTINGS):
         told, problems, merged = _read(catalog, _keys(catalog))
         if not merged:
@@ -147,7 +153,7 @@ def _read_listed(catalog: Catalog) -> tuple[dict[GenerationId, Account], list[st
 
 
 def _read(catalog: Catalog, objects: Sequence[str]) -> tuple[dict[GenerationId, Account], list[str], bool]:
-    """And why some cannot be read, and whether some are not there any more."""
+    """Returns the accounts in these objects, why some objects cannot be read, and whether some are gone."""
 
     def read(key: str) -> Mapping[GenerationId, Account] | str | None:
         try:
@@ -172,7 +178,7 @@ def _read(catalog: Catalog, objects: Sequence[str]) -> tuple[dict[GenerationId, 
 
 
 def _merge(catalog: Catalog, generation: GenerationId, objects: Sequence[str]) -> None:
-    """One for all of these, which go when it is there. One that cannot be read stays, and so do the others then."""
+    """Merges these objects into one, and deletes them once it is put. If one cannot be read, all of them stay."""
     told, problems, _ = _read(catalog, objects)
     if problems:
         log.warning("accounts are not merged: %s", "; ".join(problems[:4]))
@@ -180,5 +186,5 @@ def _merge(catalog: Catalog, generation: GenerationId, objects: Sequence[str]) -
     _put(catalog, generation, told)
     try:
         catalog.store.delete(*objects)
-    except CkptError as error:  # who may not delete keeps all of them
+    except CkptError as error:  # without the right to delete, all of them stay
         log.warning("%d accounts that are in another object could not be deleted: %s", len(objects), error)

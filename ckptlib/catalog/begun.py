@@ -1,4 +1,4 @@
-"""Generations that save to local disks before the store has their record: noted there, so that the next job can put it.
+"""Notes on local disks of generations that save there before the store has their record; the next job can put it.
 
 Without that record no step of the generation counts; see `Catalog.visible`. The note is on the disk of the host of rank
 0, without whose part no local step is whole. No torch.
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A generation as it began: what it takes to put its record."""
+    """A generation as it began: all that is needed to put its record."""
 
     record: Generation
     first_step: int
-    """That it saved."""
+    """The first step that it saved."""
     continues: bool
-    """Whether the job did not say what it goes on from, so that the store tells as the record is put."""
+    """Whether the job did not say which step it goes on from, so that the store decides when the record is put."""
     seen: KnownGenerations | None = None
-    """By the job as it opened the root; None: an earlier ckptlib noted it."""
+    """The generations that the job knew of when it opened the root; None if an earlier ckptlib wrote the note."""
 
     def encode(self) -> bytes:
         fields: dict[str, Json] = {"record": self.record.encode().decode(), "step": self.first_step}
@@ -53,12 +53,12 @@ class Begun:
 
 
 def note(disk: Store, begun: Begun) -> None:
-    """Before a share of the generation is on the disk."""
+    """Notes a generation on the disk, before any share of it is there."""
     put_new(disk, begun.record.id.begun_key, begun.encode())
 
 
 def noted(disk: Store) -> list[Begun]:
-    """Every one on this disk; one that cannot be read is told of and left out. Raises StoreError."""
+    """Returns every note on this disk; warns of those that cannot be read and leaves them out. Raises StoreError."""
     found = []
     for entry in disk.scan(keys.BEGUN):
         generation = keys.parse_begun_key(entry.key)
@@ -75,28 +75,28 @@ def noted(disk: Store) -> list[Begun]:
 
 
 def noted_ids(disk: Store) -> set[GenerationId]:
-    """Of the generations that are noted on this disk, by name. Raises StoreError."""
+    """Returns the ids of the generations noted on this disk, from the names alone. Raises StoreError."""
     return {*filter(None, (keys.parse_begun_key(entry.key) for entry in disk.scan(keys.BEGUN)))}
 
 
 def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
-    """Those whose record may be put, oldest first. Raises StoreError.
+    """Returns the generations whose record may be put, oldest first. Raises StoreError.
 
-    Where the store has a generation that the job did not know of, another job went on without these steps: the record
-    is not put. Of a job that did not note what it knew: where the store knows of its number or a higher one.
+    If the store has a generation that the job did not know of, another job went on without these steps, and the record
+    is not put. If the job did not note what it knew, a generation with its number or a higher one counts as such.
 
-    Nor is it put where an older job, as one that was suspended, has committed steps meanwhile that the record would
-    hide: nothing told that job to stop, and somebody relies on them. What the job itself left out, as it went on from
-    an earlier step, is no reason.
+    Nor is the record put if an older job, for example one that was suspended, has since committed steps that the record
+    would hide: nothing told that job to stop, and somebody relies on them. Steps that the job itself left behind, by
+    going on from an earlier step, are no obstacle.
     """
     by_id = {begun.record.id: begun for begun in noted}
-    if not by_id:  # as at nearly all starts, which need not list what is there for this
+    if not by_id:  # as at nearly all starts, which then need no listing
         return []
     saves = catalog.saves()
     ids = catalog.generation_ids()
     begun_there = {*ids, *(save.generation for save in saves)}
-    records, _ = catalog.records(saves, newer=True, ids=ids)  # who only looks is not refused, as by `ckptlib ls`
-    visible = history(saves, records)  # what one hides that goes on from another of these, that one hides
+    records, _ = catalog.records(saves, newer=True, ids=ids)  # a newer record is no error here, as in `ckptlib ls`
+    visible = history(saves, records)  # if one of these goes on from another, that other one hides what it hides
     entering: list[Begun] = []
     for _, begun in sorted(by_id.items()):
         if not _may_begin(begun, begun_there):
@@ -124,8 +124,8 @@ def _may_begin(begun: Begun, ids: Collection[GenerationId]) -> bool:
 
 
 def _as_put(begun: Begun, visible: Iterable[SaveId], there: Collection[GenerationId]) -> Generation:
-    """The record with the step that it goes on from, as `writer.generation` puts it. `there`: generations of which the
-    root has a record, though it be damaged, or a step."""
+    """Returns the record with the step that it goes on from, as `writer.generation` puts it. `there`: generations of
+    which the root has a step, or a record, even a damaged one."""
     origin = begun.record.resumed_from
     if origin is not None and origin.generation in there:
         return begun.record

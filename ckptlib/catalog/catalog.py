@@ -1,7 +1,7 @@
 """What a root holds: its steps, the generations that saved them, and the documents of both.
 
-It lists, reads, and puts documents that are put once. Which steps are on the history of the job is for `history` to
-say; how a step comes to exist, for `commit`. No torch.
+It lists, reads, and puts documents that are put once. `history` decides which steps are on the job's history, and
+`commit` brings a step into existence. No torch.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class CheckpointInfo:
     generation: int
     world_size: int
     nbytes: int
-    """Of all packs that were put for it; chunks that have not changed since an earlier step lie in the packs of that
-    one."""
+    """Bytes of all packs that were put for it; chunks unchanged since an earlier step lie in that step's packs."""
     nbytes_state: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     created: float
     """When the snapshot was taken; seconds since the epoch, by rank 0's clock."""
     metrics: Mapping[str, Any]
@@ -78,16 +77,16 @@ class Steps(NamedTuple):
     """The result of one listing of the steps."""
 
     saves: list[SaveId]
-    """Every committed one, by step."""
+    """Every committed save, by step."""
     refreshes: list[SaveId]
-    """Those whose packs somebody asked not to be referred to any more, ascending."""
+    """Saves to whose packs later saves shall no longer refer, by `ckptlib refresh`; ascending."""
     pins: Mapping[SaveId, Sequence[Entry]] = MappingProxyType({})
-    """Those that are pinned, committed or not, and the objects that say so."""
+    """The pinned saves, committed or not, and the objects that pin them."""
     put: Mapping[SaveId, float] = MappingProxyType({})
-    """When the manifest of each committed one was put; seconds since the epoch, by the store's own clock."""
+    """When the manifest of each committed save was put; seconds since the epoch, by the store's own clock."""
 
     def has(self, save: SaveId) -> bool:
-        """Whether it is committed; without looking through thousands."""
+        """Whether the save is committed, by a binary search."""
         return self.saves[(at := bisect_left(self.saves, save)) : at + 1] == [save]
 
 
@@ -95,7 +94,7 @@ class Catalog:
     """One root in one store. Immutable documents are read once and kept."""
 
     def __init__(self, store: Store, root: Catalog | None = None) -> None:
-        """`root`: of a local disk, the root's own, which has most of its layouts, too."""
+        """`root`: for a local disk, the catalog of the root, which has most of the disk's layouts, too."""
         self.store = store
         self.shared: SharedDocuments = SharedDocuments(store, None if root is None else root.shared)
         self._stands: dict[SaveId, Stand] = {}
@@ -107,13 +106,13 @@ class Catalog:
     # Reading
 
     def root(self) -> Root:
-        """Raises CheckpointNotFound where there is none."""
+        """Returns the root's document. Raises CheckpointNotFound if there is none."""
         root = self.shared.root()
         self._root_read = True
         return root
 
     def open_root(self, make: Root) -> Root:
-        """The root's document; `make` is put where there is none."""
+        """Returns the root's document; puts `make` if there is none."""
         root = self.shared.open_root(make)
         self._root_read = True
         return root
@@ -123,7 +122,7 @@ class Catalog:
         return self.steps().saves
 
     def steps(self, since: SaveId | None = None) -> Steps:
-        """The result of listing `steps/`: of all, or of this save and later ones."""
+        """Lists `steps/`: all of it, or from this save on."""
         entries = self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")
         put = {save: entry.modified for entry in entries if (save := keys.parse_manifest_key(entry.key)) is not None}
         saves, refreshes = sorted(put), filter(None, (keys.parse_refresh_key(entry.key) for entry in entries))
@@ -142,16 +141,16 @@ class Catalog:
         return sorted(filter(None, map(keys.parse_generation_key, listed)))
 
     def was_accounted(self, generation: GenerationId) -> bool:
-        """Whether it had left an account of its time when generations were listed last; see `accounts`."""
+        """Whether the generation had left an account of its time when generations were last listed; see `accounts`."""
         return generation in self._accounted
 
     def records(
         self, saves: Iterable[SaveId], newer: bool = False, ids: Sequence[GenerationId] | None = None
     ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
-        """Of each generation its record, or why it is not known what it resumed from; history ends with these.
+        """Returns the record of each generation, or why it cannot be read; history ends at a generation without one.
 
-        `saves`: the committed ones, listed before: who commits has put its record. `ids`: the generations, where listed
-        since. Raises NewerFormat, unless `newer`.
+        `saves`: the committed ones, listed before `ids`, since a committer puts its record first. `ids`: the
+        generations, if listed since. Raises NewerFormat, unless `newer`.
         """
         ids = self.generation_ids() if ids is None else ids
         self._warm_generations(ids)
@@ -161,16 +160,16 @@ class Catalog:
         warm(self.generation, [generation for generation in ids if generation not in self._generations])
 
     def generation(self, generation: GenerationId) -> Generation:
-        """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
+        """Returns the generation's record. Raises ObjectNotFound, CorruptData or FormatError."""
         if generation not in self._generations:
             self._generations[generation] = self.shared.generation(generation)
         return self._generations[generation]
 
     def check_versions(self, ids: Sequence[GenerationId] | None = None) -> None:
-        """Raises NewerFormat where a newer ckptlib has written the root's document or the record of a generation.
+        """Raises NewerFormat if a newer ckptlib has written the root's document or the record of a generation.
 
         This version could take an abandoned step for the newest, and delete packs that are needed. Other damage of
-        these documents is told where they are needed. `ids`: the generations, where listed before.
+        these documents is reported when they are needed. `ids`: the generations, if listed before.
         """
         ids = self.generation_ids() if ids is None else ids
         self._warm_generations(ids)
@@ -186,18 +185,17 @@ class Catalog:
     def visible(
         self, further: Collection[SaveId] = (), newer: bool = False, saves: Collection[SaveId] | None = None
     ) -> list[SaveId]:
-        """The saves on the job's history, ascending by step. `further`: some that are whole, though not committed.
-        `saves`: the committed ones, where listed before.
+        """Returns the saves on the job's history, ascending by step. `saves`: the committed ones, if listed before.
 
-        Raises CorruptData where it cannot be told whether the job went back.
+        `further`: saves that are whole but not committed. Those of a generation without a record here are ignored: a
+        copy of a root has the same id, and a job of the copy may have left snapshots on this host.
 
-        Those of a generation without a record here are none: where a root was copied, both have its id, and a job of
-        the other one may have left snapshots on this host.
+        Raises CorruptData if it cannot be told whether the job went back.
 
-        A lost or damaged record of a generation ends history, loudly: its own steps are whole all the same. A newer one
-        raises NewerFormat; or with `newer`, for those who only look, it is like a damaged one.
+        A lost or damaged record of a generation ends history, with an error in the log; its own steps are whole all the
+        same. A record of a newer ckptlib raises NewerFormat; with `newer`, for readers, it counts as damaged.
         """
-        saves = self.saves() if saves is None else saves  # first: who commits has put its record
+        saves = self.saves() if saves is None else saves  # first: a committer has put its record before
         generations = self.generation_ids()
         further = [save for save in further if save.generation in generations]
         return self._visible([*saves, *further], saves, generations, newer)
@@ -215,12 +213,12 @@ class Catalog:
         return history(whole, records)
 
     def resolve(self, step: int | str, best: Best | None = None) -> SaveId:
-        """The save of a visible step; "latest", "best", a step number, or a full name for one that is not visible.
+        """Returns the save of a visible step: "latest", "best" or a number; or of any step, given its full name.
 
-        `best`: what "best" means; None: what the newest job says that says it. Raises CheckpointNotFound that says
-        which steps there are, NewerFormat as `check_versions` does.
+        `best`: what "best" means; None: the rule of the newest job that has one. Raises CheckpointNotFound, whose
+        message lists the last steps, and NewerFormat as `check_versions` does.
         """
-        saves = self.saves()  # first: who commits has put its record
+        saves = self.saves()  # first: a committer has put its record before
         ids = self.generation_ids()
         if step == "latest" and (found := self._newest(saves, ids)) is not None:
             return found
@@ -237,7 +235,7 @@ class Catalog:
         return newest(saves, ids, self.generation)
 
     def known_metrics(self, saves: Sequence[SaveId]) -> dict[SaveId, Mapping[str, float]]:
-        """The metrics that are numbers, of those saves whose manifest can be read; of the others it warns."""
+        """Returns the numeric metrics of the saves whose manifest can be read; warns of the others."""
         self.warm_stands(saves)
         found: dict[SaveId, Mapping[str, float]] = {}
         for save in saves:
@@ -250,17 +248,17 @@ class Catalog:
         return found
 
     def best_rule(self, saves: Iterable[SaveId], ids: Sequence[GenerationId] | None = None) -> Best | None:
-        """The rule for the best step, of the newest job that has one. `saves`, `ids`: as for `records`."""
-        records, _ = self.records(saves, newer=True, ids=ids)  # what is lost is told where history is walked
+        """Returns the rule for the best step of the newest job that has one. `saves`, `ids`: as for `records`."""
+        records, _ = self.records(saves, newer=True, ids=ids)  # lost records are reported when history is walked
         rules = (records[generation].best for generation in sorted(records, reverse=True))
         return next((best for best in rules if best is not None), None)
 
     def manifest(self, save: SaveId) -> Manifest:
-        """Raises CheckpointNotFound, CorruptData, FormatError."""
+        """Returns the save's manifest. Raises CheckpointNotFound, CorruptData, FormatError."""
         return self.manifest_as_put(save)[0]
 
     def manifest_as_put(self, save: SaveId) -> tuple[Manifest, bytes]:
-        """The manifest and its document. Raises as `manifest` does."""
+        """Returns the manifest and its document. Raises as `manifest` does."""
         where = f"{self.store.url}/{save.manifest_key}"
         with gc_pause.kept():
             return decoded(
@@ -268,60 +266,60 @@ class Catalog:
             )
 
     def manifest_document(self, save: SaveId) -> bytes:
-        """As it was put. Raises CheckpointNotFound."""
+        """Returns the bytes of the save's manifest. Raises CheckpointNotFound."""
         try:
             return self.store.get(save.manifest_key)
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no save {save}") from error
 
     def stand(self, save: SaveId) -> Stand:
-        """Of a committed save. Raises CheckpointNotFound, CorruptData, FormatError."""
+        """Returns the stand of a committed save. Raises CheckpointNotFound, CorruptData, FormatError."""
         if save not in self._stands:
             self._stands[save] = Stand.of(self.manifest(save))
         return self._stands[save]
 
     def keep_stand(self, manifest: Manifest) -> None:
-        """Of a manifest that the caller has read: it is not read again for that."""
+        """Keeps the stand of a manifest that the caller has read, so that it is not read again for that."""
         self._stands[manifest.save] = Stand.of(manifest)
 
     def known_stands(self, saves: Iterable[SaveId] | None = None) -> dict[SaveId, Stand]:
-        """Those of these that were read before; without `saves`, all that were, the newest last."""
+        """Returns those stands of these saves that were read before; without `saves`, all of them, newest last."""
         if saves is None:
             return dict(self._stands)
         return {save: self._stands[save] for save in saves if save in self._stands}
 
     def warm_stands(self, saves: Iterable[SaveId]) -> None:
-        """Reads the documents of these ahead, many at once; after a start, those of all steps."""
+        """Reads the stands of these saves ahead, many at once; right after a start, none is known yet."""
         warm(self.stand, [save for save in saves if save not in self._stands])
 
     def trash_record(self, save: SaveId) -> TrashRecord:
-        """Of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
+        """Returns the trash record of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
         if save in self._trash:
             return self._trash[save]
         record = TrashRecord.decode(save, self.store.get(save.trash_key), f"{self.store.url}/{save.trash_key}")
-        if record.created:  # one that never was a step may be committed after all, and dropped again
+        if record.created:  # a save that never was a step may be committed after all, and dropped again
             self._trash[save] = record
         return record
 
     def warm_records(self, saves: Iterable[SaveId]) -> None:
-        """Reads their trash records at once."""
+        """Reads the trash records of these saves ahead, many at once."""
         warm(self.trash_record, [save for save in saves if save not in self._trash])
 
     def forget_records(self, left: Collection[SaveId]) -> None:
-        """All trash records but these."""
+        """Forgets all trash records but those of these saves."""
         self._trash = {save: self._trash[save] for save in left if save in self._trash}
 
     def layout(self, digest: str) -> Layout:
-        """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
+        """Returns the layout. Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
         return self.shared.layout(digest)
 
     def part(self, name: PartName) -> Part:
-        """Verified against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
+        """Returns a part, checked against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
         return decoded(self.store, lambda: self.store.get(name.key), lambda data: self.decode_part(name, data))
 
     def decode_part(self, name: PartName, data: bytes) -> Part:
-        """As `part`, from its bytes."""
-        with gc_pause.kept():  # of a thousand ranks, collections took twice as long as all else
+        """Decodes and checks a part, as `part` does, from its bytes."""
+        with gc_pause.kept():  # with a thousand ranks, garbage collection took twice as long as all else
             part = Part.decode(name, data)
             part.table.check(self.layout(part.table.layout), name.key)
         return part
@@ -341,7 +339,7 @@ class Catalog:
         )
 
     def parts(self, save: SaveId) -> dict[int, list[PartName]]:
-        """By rank: the parts of a save that are there, failed ones included, sorted."""
+        """Returns the parts of a save that are there, failed ones included, by rank; sorted by attempt."""
         found: dict[int, list[PartName]] = {}
         entries = self.store.scan(save.parts_prefix)
         with gc_pause.kept():
@@ -355,7 +353,7 @@ class Catalog:
         return found
 
     def is_committed(self, save: SaveId) -> bool:
-        """Whether its manifest is there."""
+        """Whether the save's manifest is there."""
         return self.is_there(save.manifest_key)
 
     def is_there(self, key: str) -> bool:
@@ -364,29 +362,29 @@ class Catalog:
             return bool(self.store.get(key, 0, 1))
         except ObjectNotFound:
             return False
-        except (FormatError, ObjectUnreadable):  # nobody can read it, but it is there, or something that is no object
+        except (FormatError, ObjectUnreadable):  # it cannot be read, but it is there, or something in its place
             return self.store.entry(key) is not None
 
     # Writing
 
     def next_generation(self) -> GenerationId:
-        """A number above all others. Nothing is put yet."""
+        """Returns a new id with a number above all others. Puts nothing yet."""
         return successor(self.generation_ids(), self.saves())
 
     def put_generation(self, generation: Generation) -> None:
-        """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden.
+        """Puts a generation's record, which supersedes older ones; a rewind also hides steps after its origin.
 
-        Raises FormatError for a record that nobody could read, which would close the root: nothing is put.
+        Raises FormatError for a record that nobody could read, which would close the root; puts nothing then.
         """
         document = generation.encode()
         Generation.decode(document, generation.id.key)
         self.shared.put_generation(generation.id, document)
 
     def check_head(self, generation: GenerationId) -> None:
-        """Raises Superseded when a newer generation has put its record."""
+        """Raises Superseded if a newer generation has put its record."""
         check_head(generation, self.generation_ids(), self.store.url)
 
     def check_goes_on(self, save: SaveId) -> None:
-        """Raises Superseded when a newer generation has put its record, and the newest does not go on from this save,
-        or one behind it: it may not be committed any more."""
+        """Raises Superseded if a newer generation has put its record, and this save is not on the history of the newest
+        one: the save may not be committed any more."""
         check_goes_on(save, self.generation_ids(), self.generation, self.store.url)

@@ -16,11 +16,14 @@ ReadInto = Callable[[str, int, memoryview], None]
 """Fills a buffer with bytes of a pack, from an offset on."""
 
 UNSEEN_BYTES = 64 * 1024 * 1024
-"""The most that memory is taken for on the word of a document; ckptlib writes chunks of a sixteenth of it."""
+"""The most memory that is allocated on the word of a document; ckptlib writes chunks of a sixteenth of it."""
 
 
 def read_chunk(read: ReadInto, part: Part, chunk: int) -> memoryview:
-    """Of a part, decoded; not compared with its digest. Raises as `read` does, FormatError, CorruptData."""
+    """Returns a chunk of a part, decoded, but not compared with its digest.
+
+    Raises as `read` does, FormatError, CorruptData.
+    """
     table = part.table
     pack, offset, stored = part.packs[table.packs[chunk]].key, table.offsets[chunk], part.stored[chunk]
     check_there(read, pack, offset, stored)
@@ -59,6 +62,6 @@ def decode_chunk(read: ReadInto, part: Part, chunk: int, frame: memoryview, out:
 
 
 def check_there(read: ReadInto, pack: str, offset: int, nbytes: int) -> None:
-    """Raises as `read` does where a pack ends before a range that is too large to take memory for unseen."""
+    """Raises as `read` does if a pack ends before a range that is too large to allocate memory for unseen."""
     if nbytes > UNSEEN_BYTES:
         read(pack, offset + nbytes - 1, memoryview(bytearray(1)))

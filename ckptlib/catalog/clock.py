@@ -1,4 +1,4 @@
-"""The time by a store's own clock, which is the one that its objects' ages are told by. No torch."""
+"""The time by a store's own clock, by which the ages of its objects are measured. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ckptlib.format import keys
 from ckptlib.stores import Store
 
 CLOCK = f"{keys.TRASH}clock-"
-"""The beginning of the names of objects that were put to learn the store's time; a crash may leave one."""
+"""The prefix of objects that are put to learn the store's time; a crash may leave one."""
 
 
 def now(store: Store) -> float:
-    """The time by the store's own clock: when it says that an object was put which was put just now.
+    """Returns the time by the store's own clock, from an object that is put for this.
 
-    Where there is no room for one, that of the newest object: not later, so nothing looks older than it is.
+    If the store is full, returns the time of its newest object: that is not later, so nothing looks older than it is.
     """
     key = f"{CLOCK}{keys.new_nonce()}.json"
     try:

@@ -1,4 +1,4 @@
-"""The codings of a step's chunks: by codec, and by kind of tensor. Pure: it is told of parts and layouts."""
+"""The codings of a step's chunks, by codec and by kind of tensor. Pure: callers pass parts and layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
 
 SMALL = "small tensors"
-"""The kind of chunks in which tensors of several kinds lie."""
+"""The kind of chunks that hold tensors of several kinds."""
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class Count:
 
     chunks: int = 0
     nbytes: int = 0
-    """As a load gives them back."""
+    """Decoded bytes, as a load returns them."""
     stored: int = 0
-    """In packs."""
+    """Encoded bytes, in packs."""
 
     def add(self, other: Count) -> None:
         self.chunks += other.chunks
@@ -52,12 +52,12 @@ class Codings:
     """Counts how the chunks of one step are stored."""
 
     kinds: dict[str, dict[str, Count]] = field(default_factory=dict)
-    """By kind of tensor and codec."""
+    """The counts, by kind of tensor and codec."""
     _known: dict[str, tuple[list[str], np.ndarray]] = field(default_factory=dict)
-    """By layout: kinds, and of each tensor the position of its own."""
+    """By layout: its kinds, and the index of each tensor's kind among them."""
 
     def add(self, part: Part, layout: Layout) -> None:
-        """Counts the chunks of a part that was checked against its layout."""
+        """Adds the chunks of a part that was checked against its layout."""
         table = part.table
         if not table.nbytes:
             return
@@ -66,7 +66,7 @@ class Codings:
         of_shard = of_tensor[np.array(table.tensors, np.int64)]
         counts = np.array(table.num_chunks, np.int64)
         kind = np.repeat(of_shard, counts)
-        guests = np.flatnonzero(counts == 0)  # which lie in the chunk of a shard before them
+        guests = np.flatnonzero(counts == 0)  # shards that lie in the chunk of an earlier shard
         hosts = np.array(table.first_chunks, np.int64)[guests]
         kind[hosts[kind[hosts] != of_shard[guests]]] = len(names)
         cell = kind * len(codecs) + codec
@@ -87,7 +87,7 @@ class Codings:
 
     @property
     def codecs(self) -> dict[str, Count]:
-        """By codec, raw first."""
+        """The counts by codec, raw first."""
         found: dict[str, Count] = {}
         for by_codec in self.kinds.values():
             for codec, count in by_codec.items():
@@ -96,7 +96,7 @@ class Codings:
 
 
 def codecs_in(part: Part) -> tuple[list[str], np.ndarray]:
-    """The codecs of a part, raw first; and of each chunk the position of its own."""
+    """Returns the codecs of a part, raw first, and the index of each chunk's codec among them."""
     names = [RAW, *sorted({coding.codec for coding in part.codings.values()} - {RAW})]
     column = np.zeros(len(part.table.nbytes), np.int64)
     for chunk, coding in part.codings.items():
@@ -105,12 +105,12 @@ def codecs_in(part: Part) -> tuple[list[str], np.ndarray]:
 
 
 def raw_first(counts: Mapping[str, Count]) -> dict[str, Count]:
-    """By codec."""
+    """Returns these counts sorted by codec, raw first."""
     return dict(sorted(counts.items(), key=lambda item: (item[0] != RAW, item[0])))
 
 
 def kind_of(name: str) -> str:
-    """Of a tensor, as a pattern that its name matches: "optim/*exp_avg", "model/*weight", "cursor"."""
+    """Returns the kind of a tensor, a pattern that its name matches: "optim/*exp_avg", "model/*weight", "cursor"."""
     first, slash, rest = name.partition("/")
     if not slash:
         return name

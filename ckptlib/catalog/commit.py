@@ -1,7 +1,7 @@
-"""The one way by which a step comes to exist: its parts are chosen, proved to be whole, and named by a manifest.
+"""Commits steps: chooses the parts of a save, proves that they are whole, and names them in a manifest.
 
-Nothing is listed as a step before its manifest is put, and a manifest is put last and once. Listing and reading are in
-`catalog`; the conditions for a whole set of parts, in `completeness`. No torch.
+This is the only way a step comes to exist: a step is listed once its manifest is put, which happens last and once.
+Listing and reading are in `catalog`; the conditions for a whole set of parts, in `completeness`. No torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEAD_EVERY_S = 10.0
 """How often a committer that waits for parts asks an object store whether its job was superseded."""
 
 SHARES_KEPT = 4
-"""Parts that are kept while replicas are compared, rank by rank."""
+"""How many parts are kept while replicas are compared, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class _Proved:
     layouts: Mapping[str, tuple[int, ...]]
     """The ranks of each layout."""
     nbytes: int
-    """Of all packs that were put for it."""
+    """Bytes of all packs that were put for it."""
     nbytes_state: int
-    """Of all chunks."""
+    """Bytes of all chunks, decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """A manifest that is put, or may be, and what was known then."""
+    """A manifest that is put, or may be, and the arguments of its commit."""
 
     manifest: Manifest
     elapsed: Elapsed
@@ -76,37 +76,36 @@ class _Put:
 
 
 class Committer:
-    """Commits the steps of one root, and remembers for which tables it has proved that they are whole."""
+    """Commits the steps of one root, and remembers which tables it has proved to be whole."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
         self._put: _Put | None = None
-        """The last one."""
+        """The last manifest."""
         self._doubted: SaveId | None = None
-        """The step whose manifest may be there, by whomever, and may have lost something: the last one."""
+        """The last step whose manifest may be there, whoever put it, and which may lack objects."""
 
     def commit(
         self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None, left: bool = False
     ) -> Manifest:
-        """Makes the step exist. `names`: one part per rank. `elapsed`: since the caller began to look for
-        these; None for a save that a dead generation left. `left`: whoever saved it is gone, so nobody knows how long
-        its parts took, and sweeps may have deleted its packs before they came: these are looked for.
+        """Makes the step exist. `names`: one part per rank. `elapsed`: time since the caller began to look for
+        these; None for a save that a dead generation left. `left`: the job that saved it is gone, so nobody knows how
+        long its parts took, and sweeps may have deleted its packs before; so this checks that its packs are there.
 
-        The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
-        element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
-        same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
-        in the parts' names, every time; that packs of other saves stay, by `uses`; that no sweep was faster than the
-        manifest, by `late_commit`; that this is the root that the job has opened, by the record of its
-        generation. Raises SaveFailed, ReplicasDiffer, Superseded, StoreError, or what a damaged part raises; the step
-        does not exist then.
+        For a new set of tables, all parts are read, to prove that together they hold every element of every tensor, and
+        one value of each. That proof stands while the tables stay the same, unless two of them hold the same element.
+        Every time, the checks in the parts' names tell whether ranks agree on what one of them wrote for several,
+        `uses` whether packs of other saves stay, `late_commit` whether a sweep was faster than the manifest, and the
+        record of the generation whether this is the root that the job has opened. Raises SaveFailed, ReplicasDiffer,
+        Superseded, StoreError, or what a damaged part raises; the step does not exist then.
         """
         live = elapsed is not None
         elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
         if left or self._doubted is not None:
-            check_packs(catalog, save, names)  # that step would keep what this one uses, were it not gone
+            check_packs(catalog, save, names)  # the doubted step would keep what this one uses, but may be gone
         orphaned = check_may_commit(catalog, save)
         if orphaned:
             check_kept(catalog, manifest, orphaned)
@@ -120,7 +119,7 @@ class Committer:
         except ObjectExists:
             is_own = False
         except (StoreDenied, StoreFull):
-            # Elsewhere a request before may have put it, whose answer was lost.
+            # In an object store, an earlier request may have put it, and its answer was lost.
             if catalog.store.is_local and not catalog.is_committed(save):
                 self._doubted = before
             raise
@@ -132,23 +131,23 @@ class Committer:
             raise
 
     def _look(self, put: _Put, is_own: bool) -> Manifest:
-        """Behind the manifest, which is there. Raises SaveFailed as `late_commit` does."""
+        """Checks the step once its manifest is there. Raises SaveFailed as `late_commit` does."""
         stay_or_take_back(self.catalog, put.manifest, put.elapsed.at_most(), put.live, put.orphaned, is_own)
         return self._stays(put.manifest, is_own)
 
     def _stays(self, manifest: Manifest, is_own: bool) -> Manifest:
-        if not is_own:  # who has put it may have died before its name was durable
+        if not is_own:  # the committer that put it may have died before its name was durable
             self.catalog.store.flush(keys.STEPS)
-        self.catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named before
+        self.catalog.shared.put_again(manifest.layouts)  # retention may have deleted a layout that no step named before
         self._doubted = None
         return manifest
 
     def doubt(self, save: SaveId) -> None:
-        """Another committer has begun with it, and is gone: the manifest may be there."""
+        """Notes that the manifest may be there: another committer began to commit this save, and is gone."""
         self._doubted = save
 
     def manifest_of(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
-        """What `commit` puts. Nothing is put yet; raises as above."""
+        """Returns the manifest that `commit` puts. Puts nothing; raises as `commit` does."""
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         if not alike(name.check for name in names):
             raise ReplicasDiffer(
@@ -176,9 +175,10 @@ class Committer:
         )
 
     def _users(self, names: Sequence[PartName], first: PartHead) -> dict[PackSet, frozenset[int]]:
-        """Of the sets of packs of other saves that parts name: the ranks of these. `first`: of rank 0.
+        """Returns the sets of packs of other saves that parts name, each with the ranks of these parts.
 
-        Ranks mostly use the same, as their names tell, so one part is read of all that do.
+        `first`: the head of rank 0's part. Most ranks use the same sets; the names of their parts tell so, and only one
+        of these parts is read.
         """
         known: dict[str | None, tuple[PackSet, ...]] = {None: (), uses_digest(()): (), names[0].uses: first.uses}
         others = {name.uses: name for name in names if name.uses not in known}
@@ -205,15 +205,15 @@ class Committer:
         usual_s: float = 0.0,
         left: bool = False,
     ) -> Manifest:
-        """Waits for a part of every rank, then commits. `usual_s`: what this rank took for its own share. `left`: as
-        of `commit`; that ranks have published failures is no reason to give up early, then.
+        """Waits for a part of every rank, then commits. `usual_s`: seconds that this rank took for its own share.
+        `left`: as for `commit`; failures that ranks have published do not end the wait early, then.
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
-        if self.catalog.is_committed(save):  # by one that died before it could say so, or before an outage
+        if self.catalog.is_committed(save):  # by a committer that died before it could say so, or before an outage
             return self._look_at_found(save)
         taken_over = self._is_anothers(save)
-        # No sweep takes parts before its record has been there for longer than a save may take.
+        # A sweep deletes parts only once its trash record is older than a save may take.
         unswept = taken_over and not self.catalog.is_there(save.trash_key)
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
@@ -221,10 +221,10 @@ class Committer:
             found = self.catalog.parts(save)
             names, missing = choose_parts(found, world_size)
             if unswept and missing and 0 in found:
-                self._doubted = None  # nobody had all parts by now, so nobody has put a manifest
+                self._doubted = None  # no committer has had all parts so far, so none has put a manifest
             if taken_over and not left:
                 raise_if_failed(self.catalog, save, found)
-            elif not left:  # an import that goes on where it failed finds the word of its first try
+            elif not left:  # an import that is resumed finds the failure that its first try published
                 _raise_failure(self.catalog, save, found)
             if not missing:
                 return self.commit(save, names, elapsed, left)
@@ -238,11 +238,11 @@ class Committer:
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
     def _is_anothers(self, save: SaveId) -> bool:
-        """Whether its manifest may be there by another committer alone."""
+        """Whether the save's manifest may be there, and only another committer can have put it."""
         return self._doubted == save and (self._put is None or self._put.manifest.save != save)
 
     def _look_at_found(self, save: SaveId) -> Manifest:
-        """Behind a manifest that was there a moment ago. Raises SaveFailed as `late_commit` does."""
+        """Checks a step whose manifest was there a moment ago. Raises SaveFailed as `late_commit` does."""
         self._doubted = save  # whatever fails from now on, it may be there
         if self._put is not None and self._put.manifest.save == save:
             return self._look(self._put, is_own=False)
@@ -254,22 +254,22 @@ class Committer:
         return self._stays(manifest, is_own=False)
 
     def look_again(self, save: SaveId) -> None:
-        """Of a step that is committed. Raises SaveFailed where this one, or one before it that is gone, may have put
-        its manifest, nobody has looked behind it since, and it has lost something."""
+        """Checks that a committed step lacks nothing, if its manifest may be by this committer, or by one before it
+        that is gone, and the step has not been checked since. Raises SaveFailed if it lacks something."""
         if self.may_have_put(save):
             self._look_at_found(save)
 
     def may_have_put(self, save: SaveId) -> bool:
-        """Whether its manifest may be there, though committing it has failed."""
+        """Whether the save's manifest may be there, though committing it has failed."""
         return self._doubted == save
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, PartHead | None]:
-        """And the head of rank 0's part, where it had to be read."""
+        """Returns what is proved of the save, and the head of rank 0's part if it had to be read."""
         key = tuple(name.table for name in names)
         if key in self._proved:
             return self._proved[key], None
         proved, doubts, first = _prove(self.catalog, save, names)
-        if not doubts:  # what lies as it did may have other bytes the next time
+        if not doubts:  # the bytes of an overlap may differ the next time
             self._proved = {key: proved}
         return proved, first
 
@@ -277,12 +277,12 @@ class Committer:
 def _prove(
     catalog: Catalog, save: SaveId, names: Sequence[PartName]
 ) -> tuple[_Proved, Sequence[Doubt], PartHead | None]:
-    """Reads every part; returns overlaps, too, which only the bytes can settle, and the head of rank 0's part. Raises
-    SaveFailed if the save is not whole."""
+    """Reads every part, and proves that the save is whole; raises SaveFailed if not. Returns also the overlaps, for
+    which bytes had to be compared, and the head of rank 0's part."""
     found: list[tuple[str, int]] = []
     nbytes, nbytes_state, proof, store = 0, 0, Proof(), catalog.store
     first: PartHead | None = None
-    # Decoded here: to do so is work for one core, and garbage collection is put off meanwhile.
+    # Decoded in this thread: decoding is work for one core, and garbage collection is paused meanwhile.
     for name, document in zip(names, each(lambda name: store.get(name.key), names), strict=True):
         part = decoded(store, partial(store.get, name.key), partial(catalog.decode_part, name), document)
         first = first or part.head
@@ -307,7 +307,7 @@ def _prove(
 
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
-    """Raises SaveFailed where two ranks wrote different bytes of a tensor."""
+    """Compares overlaps. Raises SaveFailed if two ranks wrote different bytes of a tensor."""
     contents = ShardComparer(catalog.store.get_into)
 
     @lru_cache(maxsize=SHARES_KEPT)
@@ -326,9 +326,9 @@ def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: S
 
 
 def choose_parts(found: Mapping[int, Sequence[PartName]], world_size: int) -> tuple[list[PartName], list[int]]:
-    """Of the parts that are there, one good one per rank, and the ranks that have none. Pure.
+    """Returns one good part per rank, and the ranks that have none. Pure.
 
-    All of one snapshot: there may be parts of two that were taken at the same step.
+    All are of one snapshot: there may be parts of two snapshots that were taken at the same step.
     """
     by_number: dict[int, dict[int, PartName]] = {}
     for rank, names in found.items():
@@ -341,8 +341,8 @@ def choose_parts(found: Mapping[int, Sequence[PartName]], world_size: int) -> tu
 
 
 def raise_if_failed(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[PartName]] | None = None) -> None:
-    """Raises SaveFailed when a rank has published that its part will not come, or rank 0 that it gave up. That is the
-    last word: others act upon it. `found`: the parts that are there, where they are known."""
+    """Raises SaveFailed if a rank has published that its part will not come, or rank 0 that it gave up. That is final:
+    others act upon it. `found`: the parts that are there, if they are known."""
     found = catalog.parts(save) if found is None else found
     _raise_failure(catalog, save, found)
     _raise_failure(catalog, save, {0: [name for name in found.get(0, []) if not name.ok]})
@@ -356,10 +356,10 @@ def _raise_failure(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[
 
 
 def finish_saves(catalog: Catalog, generation: GenerationId, to_go_on: bool = False) -> list[SaveId]:
-    """Commits the saves of dead generations, older than `generation`, whose parts are all there.
+    """Commits the saves of dead generations, older than `generation`, whose parts are all there; returns these saves.
 
-    A save that was persisted whole before a crash is not lost with the committer. `to_go_on`: only those that the job
-    may go on from. The parts of other steps are not even listed: with those of dropped ones, there may be millions.
+    So a save that was persisted whole before a crash is not lost with the committer. `to_go_on`: only saves that the
+    job may go on from. The parts of others are not even listed: with those of dropped steps, there may be millions.
     """
     committed, since = set(catalog.saves()), 0
     if to_go_on:
@@ -390,9 +390,9 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
         names, missing = choose_parts(found, catalog.part(found[0][0]).world_size)
         if missing:
             return False
-        # By a new one, which reads all of them: nobody is left who knows whether these parts are whole.
+        # A new committer reads all parts: nobody is left who knows whether they are whole.
         Committer(catalog).commit(save, names, left=True)
-    except Superseded:  # no second job, of which the error warns: this one has gone back, or on without the save
+    except Superseded:  # no second job, as the error says: this job went back, or went on without the save
         return False
     except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
         log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)

@@ -1,7 +1,7 @@
-"""What it takes for a save to be whole: its parts hold every element of every tensor, and one value for each.
+"""Proves that a save is whole: that its parts hold every element of every tensor, and one value for each.
 
-A load needs no more than that, so a step whose commit proved it loads. Pure: no torch, no I/O. Overlaps of two parts
-are found here, by their tables; `ckptlib.catalog.shards` compares the bytes.
+A load needs no more than that, so a step with this proof loads. Pure: no torch, no I/O. This module finds overlaps of
+two parts, by their tables; `ckptlib.catalog.shards` compares the bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 
 MAX_DOUBTS = 2**14
-"""Of a save: half a second. Ranks that compared their replicas write no element twice, but for boxes whose overlaps
-would cut them into very many pieces."""
+"""The most overlaps of a save, which take half a second. Ranks that compared their replicas write no element twice,
+except in boxes whose overlaps would cut them into very many pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +31,29 @@ class Doubt:
     name: str
     region: Box
     ranks: tuple[int, int]
-    """Whose parts they are in; ascending."""
+    """The ranks whose parts hold the shards, ascending."""
     boxes: tuple[Box, Box]
-    """Of the shards."""
+    """The boxes of the shards."""
 
 
 class Proof:
-    """The content of a set of parts. Each is looked at once and not kept: those of a thousand ranks are gigabytes."""
+    """The content of a set of parts. Parts are not kept after they are added: those of a thousand ranks are
+    gigabytes."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
-        """By name."""
+        """Tensors by name."""
         self._rows: dict[str, list[_Held | None]] = {}
-        """By layout: the boxes held of each of its tensors; None: every rank has its own."""
+        """By layout: each of its tensors; None if every rank has its own, or ranks differ on its shape or dtype."""
         self._runs: dict[tuple[str, tuple[int, ...]], _Alike] = {}
-        """Parts that were not told to `_held` yet, by layout and the tensors of their shards."""
+        """Parts that were not added to `_held` yet, by layout and the tensors of their shards."""
         self._kinds: dict[str, int] = {}
-        """By name, once it is asked for: equal for tensors that are cut alike."""
+        """A number for each tensor, by name, equal for tensors that are cut alike; filled when first needed."""
         self._lost: str | None = None
         self._clash: str | None = None
 
     def add(self, part: Part, layout: Layout) -> None:
-        """A part that was checked against its layout. Parts come in the order of their ranks."""
+        """Adds a part that was checked against its layout. Parts must be added in the order of their ranks."""
         table, rank = part.table, part.rank
         if table.layout not in self._rows:
             self._rows[table.layout] = [self._row(entry, rank) for entry in layout.tensors]
@@ -67,7 +68,7 @@ class Proof:
             self._lost = f"{layout.tensors[run.lost].name} of rank {rank}"
 
     def _tell(self) -> None:
-        """Adds the shards of the parts to their tensors: column by column, as there may be millions."""
+        """Adds the shards of the parts to their tensors, column by column, since there may be millions."""
         told: Counter[str] = Counter()
         for (layout, tensors), run in self._runs.items():
             columns: dict[int, list[tuple[Box, ...]]] = {}
@@ -107,9 +108,9 @@ class Proof:
         return held
 
     def missing(self) -> str | None:
-        """A region that no part holds, as "name[box]", or None when every tensor of their layouts is whole.
+        """Returns a region that no part holds, as "name[box]", or None if every tensor of the layouts is whole.
 
-        Raises FormatError where that cannot be told, UnsupportedState for placements that torch reads in two ways.
+        Raises FormatError if that cannot be told, UnsupportedState for placements that torch reads in two ways.
         """
         if self._lost is not None:
             return self._lost
@@ -130,14 +131,14 @@ class Proof:
         return None
 
     def clash(self) -> str | None:
-        """A tensor that is not the same for all ranks, with what it is on two of them; None when there is none."""
+        """Returns a tensor whose dtype or shape differs between ranks, with those of two of them; None if none does."""
         return self._clash
 
     def doubts(self) -> list[Doubt]:
-        """All overlaps of shards, in the order of the ranks; none where every element is written once, as in every save
-        for which the ranks compared their replicas.
+        """Returns all overlaps of shards, in the order of the ranks. There is none if every element is written once, as
+        in every save for which the ranks compared their replicas.
 
-        Raises UnsupportedState where there is more of it than can be compared.
+        Raises UnsupportedState if there are more than can be compared.
         """
         found: list[Doubt] = []
         known: dict[int, list[Meeting]] = {}
@@ -159,13 +160,13 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Parts that have shards of the same tensors, as those of most ranks have."""
+    """Parts with shards of the same tensors, as most ranks have."""
 
     lost: int | None
-    """A tensor of which each rank has its own, and these parts none."""
+    """A tensor of which each rank should have its own, but these parts lack it."""
     ranks: list[int] = field(default_factory=list)
     boxes: list[tuple[Box, ...]] = field(default_factory=list)
-    """Per part: of its shards."""
+    """For each part, the boxes of its shards."""
 
 
 class _Held:
@@ -176,20 +177,20 @@ class _Held:
     def __init__(self, entry: TensorEntry, first: int) -> None:
         self.entry = entry
         self.first = first
-        """The first rank that tells of it."""
+        """The first rank whose layout has it."""
         self.boxes: list[Box] = []
         self.ranks: list[int] = []
-        """Of each box: in whose part it is."""
+        """For each box, the rank whose part holds it."""
 
     def sort(self) -> None:
-        """By rank; those of one rank stay in their order."""
+        """Sorts boxes and ranks by rank; boxes of one rank stay in their order."""
         order = sorted(range(len(self.ranks)), key=self.ranks.__getitem__)
         self.boxes = [*map(self.boxes.__getitem__, order)]
         self.ranks = [*map(self.ranks.__getitem__, order)]
 
     @property
     def kind(self) -> object:
-        """Equal boxes of a table are one object, so tensors that are cut alike have the same ones."""
+        """A key that is equal for tensors that are cut alike: equal boxes of a table are one object."""
         return self.entry.shape, self.entry.holding, *map(id, self.boxes)
 
 
@@ -197,7 +198,7 @@ def _hole(entry: TensorEntry, boxes: Sequence[Box], effort: Effort) -> Box | Non
     distinct = set(boxes)
     tiling = _tiling(entry, len(distinct))
     if tiling is not None and tiling <= distinct:
-        return None  # thousands of boxes, and the general way takes the square of that
+        return None  # there may be thousands of boxes, and the general way takes quadratic time
     return find_hole(Box.whole(entry.shape), list(distinct), effort)
 
 
@@ -212,10 +213,10 @@ def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
 
 
 def _tiling(entry: TensorEntry, num: int) -> frozenset[Box] | None:
-    """Every box of a tensor on a mesh: together they are the whole, and none overlap.
+    """Returns every box of a tensor on a mesh: together they are the whole, and none overlap.
 
-    None where it is not on a mesh, or is cut into more than `num` boxes: to list those of a mesh of thousands of ranks
-    is worth it only where a part of each was read, and a layout of one megabyte may have thousands of shapes.
+    Returns None if it is not on a mesh, or is cut into more than `num` boxes. Listing those of a mesh of thousands of
+    ranks is worth it only if a part of each was read, and a layout of one megabyte may have thousands of shapes.
     """
     holding = entry.holding
     if not isinstance(holding, Placed):

@@ -1,18 +1,18 @@
-"""A copy of one step into a root of its own: the same keys, the same bytes, so that it stands alone.
+"""Copies one step into a root of its own, with the same keys and bytes, so that it stands alone.
 
-Nothing in the documents of a step tells of its root, so they are copied as they are, with all packs that the step
-needs, whichever saves put these, and the records of the generations that led to it. Packs go first, then layouts. What
-was put is then for the caller to check, by a catalog of `CopiedObjects`; the other documents follow, and the manifest
-last. A layout is there twice: where the source has lost one of the two, the other is copied. No torch.
+The documents of a step do not name its root, so they are copied as they are, with all packs that the step needs,
+whichever saves put these, and the records of the generations that led to it. Packs go first, then layouts. The caller
+then checks what was put, by a catalog of `CopiedObjects`; the other documents follow, and the manifest last. A layout
+is there twice: if the source has lost one of the two, the other is copied. No torch.
 
     a crash ...                 leaves                      then a copy that is begun again
     between packs               packs that no part names    puts those that are missing
     between documents           no step, or the whole one   puts what is missing
     behind the manifest         the step                    looks whether it is good
 
-A sweep of the new root takes what a crash has left for what it is, and deletes it a grace period later. A copy that
-finds a trash record of it does not begin; and since a sweep may begin later, it looks again behind its manifest, as
-`late_commit` has it: for records, then for parts and packs.
+A sweep of the new root condemns what a crash has left, and deletes it a grace period later. A copy that finds such a
+trash record does not begin; and since a sweep may begin later, the copy looks again after it has put the manifest, as
+`late_commit` does: for records, then for parts and packs.
 
 A job may begin in the new root while packs are copied. So the copy looks for one again before it puts the records, and
 once more before the manifest.
@@ -45,22 +45,22 @@ from ckptlib.stores import Counted, Entry, Store
 from ckptlib.stores.base import LateHead
 
 AT_ONCE = 4
-"""Packs that are copied at the same time."""
+"""How many packs are copied at the same time."""
 
 NBYTES_IN_PACKS = 16
-"""The most bytes that are copied at the same time, as a number of packs of the target's `pack_nbytes`; a pack that has
-more goes alone. What fsspec reaches holds each in memory: there it is 1 GiB, which four packs of an import have. Stores
-that take pieces come to AT_ONCE first."""
+"""The most bytes that are copied at the same time, as a multiple of the target's `pack_nbytes`; a larger pack goes
+alone. Stores reached through fsspec hold each pack in memory: there it is 1 GiB, the size of four packs of an import.
+Stores that take pieces reach AT_ONCE first."""
 
 PIECE_BYTES = 4 * 1024 * 1024
 
 AHEAD = 2
-"""Pieces of a pack that are read before the store takes them."""
+"""How many pieces of a pack are read ahead of the store that takes them."""
 
 
 def lineage_of(catalog: Catalog, save: SaveId) -> tuple[list[Generation], CkptError | None]:
-    """The records that say how a step came about, its own generation's first; and why one of them cannot be read, with
-    which they end."""
+    """Returns the records of the generations that led to a step, its own first; and why the next one cannot be read, if
+    they end for that reason."""
     found: list[Generation] = []
     at: SaveId | None = save
     while at is not None and at.generation not in [record.id for record in found]:
@@ -96,21 +96,21 @@ def open_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list
 
 
 def _used_for(target: Catalog, step: StepObjects, lineage: list[Generation]) -> str | None:
-    """What a root has that no copy of this step leaves."""
+    """Returns what a root has that no copy of this step leaves; None if there is nothing."""
     save, saves = step.manifest.save, target.saves()
     if saves and (saves != [save] or target.manifest_document(save) != step.document):
         return "steps"
     generations = {*target.generation_ids()}
-    if not generations:  # a copy puts them before any part
+    if not generations:  # a copy puts generations before any part
         parts = filter(None, (keys.parse_part_key(entry.key) for entry in target.store.scan(keys.PARTS)))
         return "parts of other steps, as the local= of a job has" if any(part.save != save for part in parts) else None
     return "generations of its own" if generations - {record.id for record in lineage} else None
 
 
 def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callable[[int], None]) -> int:
-    """Puts what is missing; returns how many bytes. `advance` is told of all bytes as they are done.
+    """Puts the packs that are missing; returns how many bytes. Calls `advance` with the number of all bytes done.
 
-    Raises CorruptData where a key is taken by something of another size.
+    Raises CorruptData if a key is taken by an object of another size.
     """
     there = {entry.key: entry.nbytes for entry in target.scan(keys.PACKS)}
     wanted = sorted(step.packs.items())
@@ -143,7 +143,7 @@ def _has_room(target: Store, sizes: list[int]) -> bool:
 def _put_pack(
     source: Store, target: Store, key: str, nbytes: int, reads: ThreadPoolExecutor, advance: Callable[[int], None]
 ) -> None:
-    first = min(PAGE_BYTES, nbytes)  # what follows begins on a page, and local stores take whole pages the fast way
+    first = min(PAGE_BYTES, nbytes)  # the rest begins on a page boundary: local stores write whole pages faster
     head = source.get(key, 0, first)
 
     def read(at: int) -> memoryview:
@@ -159,12 +159,12 @@ def _put_pack(
     advance(first)
     try:
         target.put(key, head, Counted(nbytes - first, pieces()))
-    except ObjectExists:  # by another copy of the same step, which may be flushing it still; what is there is checked
+    except ObjectExists:  # put by another copy of the same step, which may be flushing it still; it is checked later
         target.flush(key[: key.rfind("/") + 1])
 
 
 def copy_layouts(source: Catalog, target: Catalog, step: StepObjects) -> None:
-    """Puts those that are missing, each with its copy, and the copy of the root's document."""
+    """Puts the step's layouts that are missing, each with its copy, and the copy of the root's document."""
     for digest in step.manifest.layouts:
         layout = source.layout(digest)
         target.shared.put_layout(digest, layout.encoded)
@@ -175,8 +175,9 @@ def copy_layouts(source: Catalog, target: Catalog, step: StepObjects) -> None:
 def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
     """Puts the other documents of a step whose packs and layouts are there and are good; the step exists then.
 
-    Raises CkptError where a job has begun there meanwhile, which the records may supersede, and whose steps hide the
-    copied one or are hidden by it; SaveFailed where a sweep has deleted some of it, or may: the step is taken back.
+    Raises CkptError if a job has begun there meanwhile: the records may supersede that job, and its steps hide the
+    copied one or are hidden by it. Raises SaveFailed if a sweep has deleted some of the step, or may have: a step that
+    this copy put is taken back.
     """
     manifest = step.manifest
     _check_unused(target, step, lineage, "no document of the step but its layouts is there")
@@ -189,7 +190,7 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
         f"ls --all {target.store.url} lists what it has saved, and ckptlib rewind goes back to it"
     )
     _check_unused(target, step, lineage, left)
-    # Another copy of the same step may have put it, and have said that it is there to stay.
+    # Another copy of the same step may have put it, and have reported success.
     is_own = put_new(target.store, manifest.save.manifest_key, step.document, create=True)
     try:
         _check_stays(target, step)
@@ -205,7 +206,7 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
 
 
 def _check_unused(target: Catalog, step: StepObjects, lineage: list[Generation], left: str) -> None:
-    """Raises CkptError where a job has begun; not where another copy has put the step, from which jobs go on."""
+    """Raises CkptError if a job has begun, unless another copy has put the step, from which jobs may go on."""
     what = _used_for(target, step, lineage)
     if what and not target.is_committed(step.manifest.save):
         raise CkptError(
@@ -214,7 +215,10 @@ def _check_unused(target: Catalog, step: StepObjects, lineage: list[Generation],
 
 
 def _check_stays(target: Catalog, step: StepObjects) -> None:
-    """In this order, since a record goes last: without it, what a sweep deletes is gone."""
+    """Raises SaveFailed, CorruptData or ObjectNotFound if the step has a trash record, or lacks parts or packs.
+
+    The record is looked for first, since a sweep deletes it last: once it is gone, all that the sweep deletes is gone.
+    """
     save = step.manifest.save
     if (condemned := _condemned(target, step)) is not None:
         raise SaveFailed(f"step {save.step}: there is a trash record, {condemned.trash_key}")
@@ -225,16 +229,15 @@ def _check_stays(target: Catalog, step: StepObjects) -> None:
 
 
 def _condemned(target: Catalog, step: StepObjects) -> SaveId | None:
-    """A save that has a trash record, and whose objects the step needs."""
+    """Returns a save that has a trash record, and whose objects the step needs; None if there is none."""
     saves = {keys.parse_trash_key(entry.key) for entry in target.store.scan(keys.TRASH)}
     return next((save for save in (step.manifest.save, *step.owners) if save in saves), None)
 
 
 class CopiedObjects(Store):
-    """What a reader of the copy will see, before all of it is there: packs and layouts of the target, all else of the
-    source.
+    """A view of the copy before all of it is there: packs and layouts of the target, all else of the source.
 
-    Nothing is put or deleted by it.
+    It puts and deletes nothing.
     """
 
     def __init__(self, source: Store, target: Store) -> None:

@@ -1,6 +1,6 @@
-"""Time that also passes while the machine sleeps, as it does for the sweeps of other machines. No torch.
+"""Elapsed time that includes the time while the machine is suspended, as the sweeps of other machines see it. No torch.
 
-The monotonic clock of Python stands still while the machine is suspended, and so does a time-out by it.
+Python's monotonic clock stands still while the machine is suspended, and so does a time-out by it.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from __future__ import annotations
 import time
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Elsewhere than on Linux, the monotonic clock of the system goes on while it sleeps."""
+"""On systems other than Linux, the monotonic clock itself goes on while the machine is suspended."""
 
 
 class Elapsed:
-    """How long ago something began."""
+    """Measures the time since it was made."""
 
     def __init__(self) -> None:
         self._began, self._began_wall = time.clock_gettime(_CLOCK), time.time()
 
     def seconds(self) -> float:
-        """Asleep or awake."""
+        """Returns the seconds since then, suspended or not."""
         return time.clock_gettime(_CLOCK) - self._began
 
     def at_most(self) -> float:
-        """The same, or seconds by the wall clock where these are more: no clock of a paused virtual machine goes on,
-        and its wall clock is set later. Too much where somebody else has set that."""
+        """Returns the same, or the seconds by the wall clock if these are more. No clock of a paused virtual machine
+        goes on, and its wall clock is set afterwards. The result is too large if the clock was set for another
+        reason."""
         return max(self.seconds(), time.time() - self._began_wall)

@@ -1,7 +1,7 @@
 """Goodput: where the time of a whole run went, from the accounts of its starts. Pure.
 
-Between two starts the clocks of two hosts are compared, nowhere else. A start's steps are good up to the step at which
-a later start went on; those above were lost, and done again or given up.
+Clocks of two hosts are compared only between two starts. A start's steps are good up to the step at which a later start
+went on; those above were lost, and done again or given up.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ckptlib.format.keys import GenerationId
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds by use. They add up to the whole time."""
+    """Seconds by what they were spent on. They add up to the whole time."""
 
     trained: float
     """On steps that count, without the times below: computation, communication, data, evaluation."""
     stalled: float
-    """By saves of the steps that count: in `after_step`, in `save` and at the fence."""
+    """Stalled by saves, during steps that count: in `after_step`, in `save` and at the fence."""
     lost: float
     """On steps that a later start did again or went back behind, and on the one that a failure cut short."""
     restoring: float
     """From the making of the Checkpointer until `restore` returned."""
     closing: float
-    """From the last step to the end of a start that came to its end: the last commit is waited for."""
+    """From the last step to the end of a start that was closed: it waits for the last commit."""
     down: float
     """Between starts, until a Checkpointer is made: scheduling, launching, imports."""
 
@@ -49,17 +49,17 @@ class Start:
     began: float
     """Seconds since the epoch, by its own host's clock."""
     first: int | None
-    """Steps that were done when it began; None where it never trained."""
+    """The number of steps done when it began; None if it never trained."""
     last: int | None
     """The last step that it did."""
     steps_lost: int
     end: str | None
     """See `Account.end`."""
     spent: Spent
-    """`down`: before it."""
+    """`down` is the time down before it."""
     skew: float
-    """Seconds by which it began before the start before it had ended: by another clock, or since that one's writer was
-    late to see it die. Counted as no time down, and not as lost by that one."""
+    """Seconds by which it began before the previous start had ended, because clocks differ, or because the writer of
+    the previous start saw it die late. They count neither as time down, nor as lost by the previous start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class Goodput:
     starts: Sequence[Start]
     spent: Spent
     trained_in_all: float
-    """Seconds; of steps that count and of others."""
+    """Seconds of training, on steps that count and on others."""
     stalled_in_all: float
-    """The same."""
+    """Seconds stalled by saves, during steps that count and others."""
     num_saves: int
     failures: int
-    """Starts that did not come to their end by themselves, but for the newest one where nobody told of its end."""
+    """Starts that were not closed; the newest one does not count if its end is not known."""
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: the share of the time that trained steps which count. MLPerf and ml-goodput
-        call it goodput."""
+        """Effective training time ratio: the share of the time that was spent training steps that count. MLPerf and
+        ml-goodput call it goodput."""
         return self.spent.trained / self.spent.total if self.spent.total else None
 
     @property
@@ -99,12 +99,12 @@ class Goodput:
 
     @property
     def restart(self) -> float | None:
-        """Mean seconds from a failure until training goes on; None without one."""
+        """Mean seconds from a failure until training goes on; None without a failure."""
         return (self.spent.down + self.spent.restoring) / self.failures if self.failures else None
 
     @property
     def predicted(self) -> float | None:
-        """The ETTR that the formula gives: (1 - (u0 + dt/2) / MTBF) / (1 + w/dt).
+        """The ETTR by the formula (1 - (u0 + dt/2) / MTBF) / (1 + w/dt).
 
         dt: `interval`; w: `save_cost`; u0: `restart`. Kokolis et al., Revisiting Reliability in Large-Scale Machine
         Learning Research Clusters (HPCA 2025).
@@ -117,7 +117,8 @@ class Goodput:
 
 
 def goodput(accounts: Mapping[GenerationId, Account]) -> Goodput:
-    """Starts by number, and those of one number, of which all but one never saved, by when they began."""
+    """Returns where the time of a run went, from its accounts. Starts are ordered by number; those of the same number,
+    of which all but one never saved, by when they began."""
     ordered = sorted(accounts.items(), key=lambda item: (item[0].number, item[1].began))
     limits = _limits([account for _, account in ordered])
     starts: list[Start] = []
@@ -128,7 +129,7 @@ def goodput(accounts: Mapping[GenerationId, Account]) -> Goodput:
         starts.append(_start(generation, account, limit, gap, until))
         before = account
     failed = [start.end != CLOSED for start in starts]
-    if starts and starts[-1].end is None:  # it runs, for all that is known
+    if starts and starts[-1].end is None:  # as far as is known, it runs
         failed[-1] = False
     lasts = [account.marks[-1] for account in accounts.values() if account.marks]
     return Goodput(
@@ -142,7 +143,7 @@ def goodput(accounts: Mapping[GenerationId, Account]) -> Goodput:
 
 
 def _limits(accounts: Sequence[Account]) -> list[float]:
-    """Of each the last step that counts: where the earliest of all later ones went on."""
+    """Returns the last step of each start that counts: the earliest at which any later start went on."""
     limits: list[float] = []
     limit = math.inf
     for account in reversed(accounts):
@@ -153,13 +154,14 @@ def _limits(accounts: Sequence[Account]) -> list[float]:
 
 
 def _start(generation: GenerationId, account: Account, limit: float, gap: float, until: float) -> Start:
-    """`until`: when the next one began."""
-    marks = account.marks or (Mark(0, 0.0, 0.0),)  # where it never trained
+    """Returns one start of the job. `limit`: its last step that counts. `gap`: seconds since the end of the previous
+    start. `until`: when the next one began."""
+    marks = account.marks or (Mark(0, 0.0, 0.0),)  # if it never trained
     first, last = marks[0], marks[-1]
     counts = max(min(limit, last.step), first.step)
     trained, stalled = spent_at(marks, counts)
     seconds = min(account.seconds, until - account.began)
-    # A step that was cut short, or the wait for the last commit.
+    # Spent on a step that was cut short, or waiting for the last commit.
     rest = max(seconds - account.restoring_s - last.trained_s - last.stalled_s, 0.0)
     closed = account.end == CLOSED
     spent = Spent(

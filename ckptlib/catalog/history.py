@@ -1,8 +1,8 @@
-"""Which steps are on the job's history, and which generation is its head: from a root's listing, without I/O.
+"""Decides which steps are on the job's history, and which generation is its head, from a root's listing.
 
-History is linear with rewinds. The head is the newest generation that has committed, or that was put to go back.
-Visible are its own steps and those of the generation it resumed from, up to the step it resumed from, and so on. Any
-other generation that never committed is no part of history. No torch, no I/O but the read that `read_records` is given.
+History is linear with rewinds. The head is the newest generation that has committed a step, or that is a rewind. Its
+own steps are visible, and those of the generation it resumed from, up to the step it resumed from, and so on. Any other
+generation that never committed is no part of history. No torch; no I/O except by the `read` that callers pass.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
 MAX_DIGITS = 40
-"""Of a number that is taken for a step's. Those have 12 at most."""
+"""The most digits of a string that is taken for the number of a step, which has 12 at most."""
 
 
 def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generation]) -> list[SaveId]:
-    """The visible ones of committed saves, ascending by step. Pure."""
+    """Returns the visible ones of these committed saves, ascending by step. Pure."""
     by_generation: dict[GenerationId, list[SaveId]] = {}
     for save in saves:
         by_generation.setdefault(save.generation, []).append(save)
@@ -38,9 +38,9 @@ def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generati
 def limits_of(
     committed: Iterable[GenerationId], generations: Mapping[GenerationId, Generation]
 ) -> dict[GenerationId, int]:
-    """The generations on the way of the job, newest first: of each, the last step that may be visible. Pure.
+    """Returns the generations on the job's history, newest first, each with its last step that may be visible. Pure.
 
-    `committed`: those that have a step.
+    `committed`: the generations that have a step.
     """
     limits: dict[GenerationId, int] = {}
     at, limit = head_of(committed, generations), keys.MAX_STEP
@@ -55,13 +55,14 @@ def limits_of(
 
 
 def head_of(committed: Iterable[GenerationId], generations: Mapping[GenerationId, Generation]) -> GenerationId | None:
-    """The generation that history ends with. `committed`: those that have a step."""
+    """Returns the newest generation on the history. `committed`: the generations that have a step."""
     rewinds = (generation for generation, record in generations.items() if record.rewind)
     return max([*committed, *rewinds], default=None)
 
 
 def newest_first(ids: Iterable[GenerationId], saves: Iterable[SaveId]) -> list[GenerationId]:
-    """Those generations whose records `newest` needs: the last that has committed, and all after it, newest first."""
+    """Returns the generations whose records `newest` needs, newest first: the last that has committed, and all after
+    it."""
     committed = max((save.generation for save in saves), default=None)
     return [] if committed is None else sorted((one for one in ids if one >= committed), reverse=True)
 
@@ -69,10 +70,10 @@ def newest_first(ids: Iterable[GenerationId], saves: Iterable[SaveId]) -> list[G
 def newest(
     saves: Collection[SaveId], ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]
 ) -> SaveId | None:
-    """The last visible one of committed saves, where few records tell it; None: only all of them can.
+    """Returns the last visible one of these committed saves if few records tell it; None if all are needed.
 
-    A job begins only where it can read every record and the root's document, so its own record has the highest version
-    of them: whoever has read the newest records may take this step. `read` may raise NewerFormat.
+    A job begins only if it can read every record and the root's document, so its own record has the highest version of
+    them: a reader that can read the newest records may load this step. `read` may raise NewerFormat.
     """
     asked = newest_first(ids, saves)
     try:
@@ -92,10 +93,10 @@ def newest(
 def unfinished_from(
     saves: Collection[SaveId], ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]
 ) -> int:
-    """The first step of which a save that was left uncommitted may be the one to go on from; 0: that is not known.
+    """Returns the first step at which an uncommitted save may be the one to go on from; 0 if that is not known.
 
-    That is the newest step; or one that a generation went on from which began later, and has committed nothing. `read`
-    may raise NewerFormat.
+    That is the newest step, or the step from which a later generation that has committed nothing went on, if that is
+    lower. `read` may raise NewerFormat.
     """
     ids = [*ids]
     found = newest(saves, ids, read)
@@ -111,8 +112,8 @@ def check_known(
     lost: Mapping[GenerationId, CkptError],
     url: str,
 ) -> None:
-    """Raises CorruptData where a record cannot be read that may be of a rewind, whose job must not come back from what
-    it left behind: one that is newer than the head. `lost`: why each cannot be read."""
+    """Raises CorruptData if a record that is newer than the head cannot be read: it may be a rewind's, and the job must
+    not go on from steps that a rewind left behind. `lost`: why each lost record cannot be read."""
     head = head_of(committed, generations)
     for generation, error in sorted(lost.items(), reverse=True):
         if head is not None and generation > head:
@@ -129,10 +130,10 @@ def read_records(
     read: Callable[[GenerationId], Generation],
     newer: bool,
 ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
-    """Of each generation its record, or why it is not known what it resumed from.
+    """Returns the record of each generation, and for those without one why it cannot be read.
 
-    `ids`: those that have put their record; others are known by the committed `saves` that they made, or by what a
-    later one resumed from. With `newer`, a record of a newer ckptlib is like a damaged one; else it raises NewerFormat.
+    `ids`: generations that have put their record; others are known by their committed `saves`, or because a later one
+    resumed from them. With `newer`, a record of a newer ckptlib counts as damaged; else it raises NewerFormat.
     """
     found: dict[GenerationId, Generation] = {}
     lost: dict[GenerationId, CkptError] = {}
@@ -154,15 +155,15 @@ def read_records(
 
 
 def is_number(step: str) -> bool:
-    """Whether this is a number, whichever steps there are.
+    """Whether this is a decimal number, whichever steps there are.
 
-    Python makes none of 4,301 digits, nor of all that are digits in some script.
+    `int` refuses 4,301 digits, and some characters that `str.isdigit` accepts.
     """
     return len(step) <= MAX_DIGITS and step.isascii() and step.isdigit()
 
 
 def numbered(step: int | str, visible: Sequence[SaveId], url: str) -> SaveId:
-    """Of the visible saves, ascending, that of a step; "latest": the last one. Raises CheckpointNotFound."""
+    """Returns the visible save of a step; "latest": the last one. `visible`: ascending. Raises CheckpointNotFound."""
     if step == "latest":
         if not visible:
             raise CheckpointNotFound(f"{url} holds no committed step")
@@ -175,7 +176,10 @@ def numbered(step: int | str, visible: Sequence[SaveId], url: str) -> SaveId:
 
 
 def named(name: str, saves: Callable[[], Sequence[SaveId]], url: str) -> SaveId:
-    """The committed save of this full name. `saves`: asked once the name is one. Raises CheckpointNotFound."""
+    """Returns the committed save of this full name. `saves`: called only if the name is well-formed.
+
+    Raises CheckpointNotFound.
+    """
     try:
         save = keys.parse_save(name)
     except FormatError as error:
@@ -188,13 +192,13 @@ def named(name: str, saves: Callable[[], Sequence[SaveId]], url: str) -> SaveId:
 
 
 def successor(ids: Iterable[GenerationId], saves: Iterable[SaveId]) -> GenerationId:
-    """A new generation with a number above all others, also where only the steps of one are left."""
+    """Returns a new generation with a number above all others, including those of which only steps are left."""
     last = max([*ids, *(save.generation for save in saves)], default=None)
     return GenerationId(1 if last is None else last.number + 1, keys.new_nonce())
 
 
 def check_head(generation: GenerationId, ids: Iterable[GenerationId], url: str) -> None:
-    """Raises Superseded where one of `ids` is newer."""
+    """Raises Superseded if one of `ids` is newer."""
     newest = max(ids, default=generation)
     if newest > generation:
         raise Superseded(
@@ -204,8 +208,10 @@ def check_head(generation: GenerationId, ids: Iterable[GenerationId], url: str) 
 
 
 def last_step(generation: GenerationId, ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]) -> int:
-    """Of a generation: the last step that is on the history of the newest of `ids`, whether that has committed or not;
-    -1 where there is none, or where a record on the way cannot be read. The newest itself may come to any step."""
+    """Returns the generation's last step on the history of the newest of `ids`, whether that one has committed or not.
+
+    Returns -1 if there is none, or if a record on the way cannot be read; for the newest itself, any step may follow.
+    """
     at, limit = max([generation, *ids]), keys.MAX_STEP
     while at > generation:
         try:
@@ -221,6 +227,6 @@ def last_step(generation: GenerationId, ids: Iterable[GenerationId], read: Calla
 def check_goes_on(
     save: SaveId, ids: Collection[GenerationId], read: Callable[[GenerationId], Generation], url: str
 ) -> None:
-    """Raises Superseded where one of `ids` is newer, and the newest does not go on from this save, or one behind it."""
+    """Raises Superseded if one of `ids` is newer, and this save is not on the history of the newest."""
     if save.step > last_step(save.generation, ids, read):
         check_head(save.generation, ids, url)

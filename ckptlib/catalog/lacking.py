@@ -1,7 +1,7 @@
-"""Which committed steps lack objects, as far as a listing and their manifests tell.
+"""Finds committed steps that lack objects, as far as a listing and their manifests tell.
 
-A root that was copied while a job saved to it, or of which somebody has deleted objects, lists steps that cannot be
-loaded. Names and sizes show most of them, at no request. Pure: no torch, no I/O.
+If a root was copied while a job saved to it, or somebody has deleted objects from it, it lists steps that cannot be
+loaded. Names and sizes show most of them, without a request. Pure: no torch, no I/O.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ckptlib.stores import Entry
 def lacking(
     objects: Mapping[SaveId, Sequence[Entry]], layouts: Collection[str], stands: Mapping[SaveId, Stand]
 ) -> set[SaveId]:
-    """Those of the saves of `stands` that have too few parts or bytes, or use packs or a layout that is not listed.
+    """Returns the saves of `stands` that have too few parts or bytes, or use packs or a layout that is not listed.
 
-    `objects`: parts and packs of every save. `layouts`: keys.
+    `objects`: parts and packs of every save. `layouts`: keys of the layouts.
     """
 
     def packs(of: PackSet) -> Iterator[str]:

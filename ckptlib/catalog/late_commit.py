@@ -1,21 +1,21 @@
-"""A manifest that came too late: a sweep took its save for the remains of a crash, and may have deleted some of it.
+"""Handles manifests that came too late: a sweep took the save for remains of a crash, and may have deleted some of it.
 
-A proof is good for EARLY_S, or for as long as a save may take where that is less, and for half of EARLY_S where a newer
-job has begun: until then what the save uses, and its own objects, stay, whatever sweeps there are. Later, as when the
-machine slept, or the store kept the request that long, a sweep may have deleted some of them between the proof and the
-manifest. And a sweep goes by the store's clock, which may be several that differ: then a save that has just begun looks
-old. So whoever commits looks again, now that the manifest is there for every sweep to see, and takes the step back
-where something is gone, or may be.
+A proof is good for EARLY_S, or for as long as a save may take if that is less, and for half of EARLY_S if a newer job
+has begun: until then no sweep deletes the save's own objects, or those that it uses. Later, for example if the machine
+was suspended, or the store held the request that long, a sweep may have deleted some of them between the proof and the
+manifest. Besides, sweeps go by the store's clock, and a store may have several that differ: a save that has just begun
+then looks old. So a committer looks again once the manifest is there for every sweep to see, and takes the step back if
+something is gone, or may be.
 
     a sweep sees a trash record, then lists the steps, then deletes: parts, packs, the record last
     a committer puts the manifest, then looks for a trash record, then for a part
 
 So one of the two sees the other, whatever the clocks say.
 
-A committer may end between the two. Nobody knows then how late its manifest came, and it is not taken back: somebody
-may have come to rely on it. Whoever finds it looks for all that it names, and says that the save failed where some of
-that is gone. A step whose committer has put the record by which it takes it back is taken back by whoever tries next.
-No torch.
+A committer may die between the two. Nobody knows then how late its manifest came, and it is not taken back: somebody
+may have come to rely on it. The next committer that finds it looks for all that it names, and says that the save failed
+if some of that is gone. If the first committer had already put the record by which it takes the step back, the next one
+takes it back. No torch.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from ckptlib.format.manifest import Manifest, TrashRecord
 from ckptlib.policy.keep import EARLY_S
 
 LATE_S = 5.0
-"""Nobody is late who took less: far below what a save may take."""
+"""A commit that took less is never late: this is far below what a save may take."""
 
 
 def stay_or_take_back(
     catalog: Catalog, manifest: Manifest, seconds: float, live: bool, orphaned: bool, is_own: bool
 ) -> None:
-    """Of a step whose manifest was put so many seconds after the proof began. `live`: it was saved just now, not
-    by a job that is gone, of whose saves a sweep may have put trash records in this moment, a grace period before it
-    deletes any. `orphaned`: see `uses.times_of`. `is_own`: this committer has put it, and just now. Raises SaveFailed
-    when the step has lost something, or may: it is taken back then, unless it is another one's, who may have said that
-    it is there to stay, or has been there for a while, in which somebody may have come to rely on it.
+    """Checks a step whose manifest was put `seconds` after the proof began. Raises SaveFailed if the step has lost
+    something, or may have. It is taken back then, unless its manifest is another committer's, which may have reported
+    success, or has been there for a while, so that somebody may have come to rely on it.
+
+    `live`: it was saved just now. For a save of a job that is gone, a sweep may put a trash record at this moment, but
+    deletes nothing for a grace period. `orphaned`: see `uses.times_of`. `is_own`: this committer has just put the
+    manifest.
     """
     save, late = manifest.save, _is_late(catalog, seconds, orphaned)
     try:
@@ -69,7 +71,8 @@ def stay_or_take_back(
 
 
 def check_found(catalog: Catalog, manifest: Manifest) -> None:
-    """Of a step whose manifest another one has put, who may have ended before it looked. Raises SaveFailed."""
+    """Checks a step whose manifest another committer has put, which may have died before it looked. Raises SaveFailed
+    if the step lacks something, or has a trash record."""
     try:
         _check_not_condemned(catalog, manifest)
         check_packs(catalog, manifest.save, manifest.parts)
@@ -78,8 +81,8 @@ def check_found(catalog: Catalog, manifest: Manifest) -> None:
 
 
 def _finish_or_stay(catalog: Catalog, save: SaveId, error: SaveFailed) -> NoReturn:
-    """Of a step that lacks something, and that somebody may rely on: unless its committer was about to take it back,
-    and has put the record for that when it ended, or the store went away. Raises SaveFailed."""
+    """Leaves a step that lacks something, since somebody may rely on it; but takes it back if its committer had already
+    put the record for that when it died, or the store went away. Raises SaveFailed in any case."""
     with suppress(*UNREADABLE):
         if catalog.trash_record(save).reason == TAKEN_BACK:
             take_back(catalog, save)
@@ -91,7 +94,7 @@ def _finish_or_stay(catalog: Catalog, save: SaveId, error: SaveFailed) -> NoRetu
 
 
 def check_packs(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> None:
-    """Raises SaveFailed where a pack that these parts name is not as they say, or one of them cannot be read any
+    """Raises SaveFailed if a pack that these parts name is gone or of another size, or a part cannot be read any
     more."""
     try:
         check_there(catalog, {pack.key: pack.nbytes for part in each(catalog.part, names) for pack in part.packs})
@@ -100,18 +103,22 @@ def check_packs(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> No
 
 
 def take_back(catalog: Catalog, save: SaveId) -> None:
-    """Its trash record keeps neither its packs nor those that it uses: nobody may rely on that."""
+    """Takes a step off the list. Its trash record keeps neither its packs nor those that it uses; nobody may rely on
+    it."""
     put_new(catalog.store, save.trash_key, TrashRecord(save, TAKEN_BACK).encode())
     catalog.store.delete(save.manifest_key)
 
 
 def _is_late(catalog: Catalog, seconds: float, orphaned: bool) -> bool:
-    """Whether a proof that began so long ago may be good no longer. Asks the store only where it may."""
+    """Whether a proof that began so long ago may no longer be good. Asks the store only after LATE_S."""
     return seconds > LATE_S and seconds > min(catalog.root().save_deadline_s, EARLY_S / (2 if orphaned else 1))
 
 
 def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
-    """By two reads of a byte. In this order: the record goes last, so without it either all parts are there or none."""
+    """Raises SaveFailed if the save has a trash record, or a sweep has deleted its parts; by two reads of a byte.
+
+    The record is looked for first. A sweep deletes it last, so without it, either all parts are there or none.
+    """
     save = manifest.save
     if catalog.is_there(save.trash_key):
         raise SaveFailed(f"step {save.step}: has a trash record, so a sweep may have deleted some of it")
@@ -120,8 +127,10 @@ def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
 
 
 def _check_all(catalog: Catalog, manifest: Manifest, orphaned: bool) -> None:
-    """All of its parts, and what it uses of other saves. Since the manifest came, that has kept it: a sweep may have
-    dropped, by right, the step that kept it before."""
+    """Checks that all packs of its parts are there, and that packs of other saves were kept until the manifest came.
+
+    From then on the manifest keeps them, so a sweep may rightly have dropped the step that kept them before.
+    """
     save = manifest.save
     put = catalog.store.entry(save.manifest_key)
     if put is None:

@@ -1,9 +1,9 @@
-"""The committed steps from that of a save's oldest pack on: listed whole at times, and the newest each time. No torch.
+"""Lists the committed steps from that of a save's oldest pack on: all of them at times, the newest each time. No torch.
 
 A tensor that never changes lies in the pack of an early step, so these may be nearly all steps of a root. Each rank
-asks for them at each save; where requests are paid for, each thousand of them is one, and on a shared file system each
-of them is. What a save must know of this moment is whether the part that it takes chunks over from is committed, which
-is one of the newest. Of older steps it is told that they were dropped, or marked by `ckptlib refresh`, a little later.
+asks for them at each save; an object store charges a request for each thousand of them, and a shared file system needs
+one for each. The only step whose present state a save must know is the one it takes chunks over from, which is one of
+the newest. That older steps were dropped, or marked by `ckptlib refresh`, it may learn a little later.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.format.keys import SaveId
 
 FEW = 1000
-"""So many steps cost no more than one: they are listed each time."""
+"""Up to this many steps cost no more to list than one; they are listed each time."""
 
 LOOK_AGAIN_S = 600.0
-"""When more of them are listed again."""
+"""Seconds until more than that are listed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedSteps:
-    """As of a listing."""
+    """The steps from some save on, as they were last listed."""
 
     steps: Steps
     oldest: SaveId
-    """Those from here on."""
+    """The save from which on steps are listed."""
     whole_at: float
-    """When all of them were listed; by the monotonic clock."""
+    """When all of them were last listed; by the monotonic clock."""
 
 
 def list_steps(catalog: Catalog, oldest: SaveId, recent: SaveId, before: ListedSteps | None) -> ListedSteps:
-    """The steps from `oldest` on, those from `recent` on as they are now. `before`: the last result, of any caller.
+    """Lists the steps from `oldest` on; those from `recent` on as they are now. `before`: the last result of any call.
 
     Raises StoreError.
     """
@@ -46,7 +46,7 @@ def list_steps(catalog: Catalog, oldest: SaveId, recent: SaveId, before: ListedS
 
 
 def _joined(before: Steps, found: Steps, recent: SaveId) -> Steps:
-    """What was known of those before `recent`, and what was found from there on; not when manifests were put. Pure."""
+    """Joins the known steps before `recent` with those found from there on; leaves out `put` times. Pure."""
     return Steps(
         before.saves[: bisect_left(before.saves, recent)] + found.saves,
         before.refreshes[: bisect_left(before.refreshes, recent)] + found.refreshes,

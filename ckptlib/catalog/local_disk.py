@@ -1,6 +1,6 @@
-"""A root's saves on the disk of one host, where there is a local tier: which stay there, and for how long.
+"""A root's saves on the disk of one host, the local tier: which of them stay there, and for how long.
 
-Names and bytes are those of the root. There is no manifest: a step is whole when the disks of all hosts together hold a
+Names and bytes are those of the root. There is no manifest: a step is whole if the disks of all hosts together hold a
 part of every rank. The disk belongs to its host: each rank's writer removes objects of its own rank, leftovers of
 earlier generations, and layouts that no part names. No torch.
 """
@@ -34,15 +34,15 @@ from ckptlib.stores.probe import PREFIX as PROBE
 log = logging.getLogger(__name__)
 
 UNFINISHED_S = 3600.0
-"""A half-written file of a crash, or a layout that no part names, is removed when it is so old: other ranks write here,
-too."""
+"""The age at which a half-written file of a crash, or a layout that no part names, is removed. Younger ones stay,
+since other ranks write here, too."""
 
 
 def open_disk(path: str, root: Root, store: Store | None) -> None:
     """Makes the directory, or checks that it belongs to this root, and is not the root itself.
 
-    `store`: of the root, to be looked at; None: another rank does. Raises StoreError, and ValueError for the root:
-    what is swept from a disk would be lost.
+    `store`: the root's store, to compare with; None if another rank does that. Raises StoreError, and ValueError if the
+    directory is a root: objects swept from it would be lost.
     """
     with LocalStore(path) as disk:
         put_new(disk, keys.ROOT, root.encode())
@@ -74,14 +74,15 @@ def open_disk(path: str, root: Root, store: Store | None) -> None:
 
 
 def disk_for(path: str, store: Store) -> LocalStore:
-    """The disk, to be written as `store` will be from it: packs are cut, and chunks encoded, for the store."""
+    """Returns the disk with the properties of `store`, to which it is drained: packs are cut and chunks encoded for
+    that store."""
     disk = LocalStore(path)
     disk.pack_nbytes, disk.late_nbytes, disk.is_local = store.pack_nbytes, store.late_nbytes, store.is_local
     return disk
 
 
 def part_there(disk: Catalog, save: SaveId, rank: int) -> PartName | None:
-    """The rank's part of a save on this disk; its packs are there if it is, since it is put last."""
+    """Returns the rank's part of a save on this disk. Its packs are there too, since the part is put last."""
     good = [name for name in disk.parts(save).get(rank, []) if name.ok]
     return max(good, key=lambda name: (-1 if name.check is None else name.check.number, name.attempt), default=None)
 
@@ -91,26 +92,27 @@ class Stays:
     """The steps that must stay."""
 
     whole: SaveId | None
-    """The newest one of the own generation that all ranks hold; None: not known, and all of it stays."""
+    """The newest step of the own generation that all ranks hold; None if not known: all of its steps stay then."""
     settled: int
-    """Steps after it, up to this one, failed on some rank."""
+    """Steps after `whole`, up to this one, failed on some rank."""
     pinned: Set[SaveId]
-    """Those that are drained, or wait for it, and the one that later saves refer to."""
+    """Steps that are being drained, or wait for it, and the step that later saves refer to."""
     last: int
-    """The newest so many."""
+    """How many of the newest steps stay."""
     recorded: bool = True
-    """Whether the record of the own generation is in the store; else a restart finds it by what is noted here."""
+    """Whether the record of the own generation is in the store; if not, a restart finds it by the note on this disk."""
     earlier: Set[SaveId] | None = None
-    """Of earlier generations, until all ranks hold one of the own and it is recorded; None: all of them."""
+    """Steps of earlier generations that stay until all ranks hold a step of the own one and it is recorded; None: all
+    of them."""
 
     @property
     def replaces(self) -> bool:
-        """Whether nothing of earlier generations is needed any more."""
+        """Whether steps of earlier generations are no longer needed."""
         return self.whole is not None and self.recorded
 
 
 def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
-    """Of the steps that a rank has a part of. Pure."""
+    """Returns which of these steps stay; `saves`: of the own generation, of which a rank has a part. Pure."""
     ascending = sorted(saves)
     if stays.whole is None:
         return {*ascending}
@@ -122,10 +124,10 @@ def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
 def unwanted(
     objects: Iterable[Entry], rank: int, generation: GenerationId, saves: Collection[SaveId], packs: Collection[str]
 ) -> list[Entry]:
-    """What goes: parts, then packs. Pure.
+    """Returns the objects to delete: parts, then packs. Pure.
 
-    `saves`: that stay, of this generation and of earlier ones. `packs`: that their parts name. Objects of a newer
-    generation stay, and so do those of other ranks of this one.
+    `saves`: those that stay, of this generation and of earlier ones. `packs`: those that their parts name. Objects of a
+    newer generation stay, and so do those of other ranks of this one.
     """
     found: list[tuple[bool, Entry]] = []
     for entry in objects:
@@ -146,16 +148,16 @@ class DiskSweeper:
     def __init__(self, disk: Catalog, rank: int) -> None:
         self._disk, self._rank = disk, rank
         self._packs: dict[str, frozenset[str]] = {}
-        """By the key of a part: the packs that it names."""
+        """The packs that each part names, by the part's key."""
         self._layouts: dict[str, str] = {}
-        """By the key of a part of any rank: the key of its layout."""
+        """The key of each part's layout, by the part's key; for parts of all ranks."""
         self._told = False
         """Whether the log says that somebody has taken the disk for a root."""
 
     def sweep(self, generation: GenerationId, stays: Stays) -> list[Entry]:
-        """Returns which objects were removed. None, as long as it is not known which steps a restart needs.
+        """Removes objects that are not needed, and returns them; none while it is unknown which steps a restart needs.
 
-        Raises StoreError, and what a damaged part raises: which packs it names is not known then.
+        Raises StoreError, and what reading a damaged part raises, since the packs that it names are not known then.
         """
         store = self._disk.store
         parts = store.scan(keys.PARTS)
@@ -190,8 +192,8 @@ class DiskSweeper:
         return gone + self._sweep_layouts(oldest)
 
     def _of_a_root(self) -> set[GenerationId]:
-        """Generations whose record is here: somebody has saved to the directory as to a root since the job began, and
-        was told that this is committed. Those of a local tier have theirs in the store."""
+        """Returns the generations whose record is on this disk: since the job began, somebody has saved to the
+        directory as to a root, and was told that this is committed. Those of a local tier have theirs in the store."""
         listed = [entry.key for entry in self._disk.store.scan(keys.GENERATIONS)]
         found = {*filter(None, map(keys.parse_generation_key, listed))}
         if found and not self._told:
@@ -205,20 +207,21 @@ class DiskSweeper:
         return found
 
     def _now(self, parts: Iterable[Entry]) -> float:
-        """When this rank put its newest part, by the disk's own clock: not later than now. The host's time before that.
+        """Returns when this rank put its newest part, by the disk's own clock, and at most now; before its first part,
+        the host's time.
 
-        A clock that was set forward since, or that differs from a file server's, makes what another rank is about to
-        publish look as old as that.
+        By the host's time alone, if its clock was set forward or differs from a file server's, objects that another
+        rank is about to publish would look too old.
         """
         names = ((keys.parse_part_key(entry.key), entry.modified) for entry in parts)
         mine = [(name.save, modified) for name, modified in names if name is not None and name.rank == self._rank]
         return min(time.time(), max(mine)[1]) if mine else time.time()
 
     def _sweep_layouts(self, oldest: float) -> list[Entry]:
-        """Removes layouts from before `oldest` that no part on this disk names, whoever's it is.
+        """Removes layouts from before `oldest` that no part of any rank on this disk names.
 
-        Another rank may put a part that names one meanwhile. It looks for the layout again behind its part, and parts
-        are looked at again here behind the removal: whichever comes last puts the layout again.
+        Another rank may put a part that names one meanwhile. It looks for the layout again after it has put its part,
+        and this looks at the parts again after the removal: the later of the two puts the layout again.
         """
         store = self._disk.store
         layouts = [entry for entry in store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
@@ -242,7 +245,7 @@ class DiskSweeper:
         return [*gone.values()]
 
     def _named(self) -> set[str] | None:
-        """The keys of the layouts that parts on this disk name; None where one of them cannot be read."""
+        """Returns the keys of the layouts that parts on this disk name; None if a part cannot be read."""
         names = [keys.parse_part_key(entry.key) for entry in self._disk.store.scan(keys.PARTS)]
         known, self._layouts = self._layouts, {}
         for name in names:
@@ -265,7 +268,7 @@ class DiskSweeper:
 
 
 def by_save(parts: Iterable[PartName]) -> Mapping[SaveId, Mapping[int, list[PartName]]]:
-    """Good parts, by save and rank."""
+    """Returns the good ones of these parts, by save and rank."""
     found: dict[SaveId, dict[int, list[PartName]]] = {}
     for name in parts:
         if name.ok:
@@ -274,7 +277,7 @@ def by_save(parts: Iterable[PartName]) -> Mapping[SaveId, Mapping[int, list[Part
 
 
 def sweep_quietly(sweeper: DiskSweeper, generation: GenerationId, stays: Stays) -> None:
-    """A disk that cannot be tidied is no reason to lose a save; it is told."""
+    """Sweeps the disk; only logs an error, since a disk that cannot be tidied is no reason to lose a save."""
     try:
         gone = sweeper.sweep(generation, stays)
     except (CkptError, OSError) as error:
