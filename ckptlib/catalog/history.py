@@ -210,7 +210,7 @@ def check_head(generation: GenerationId, ids: Iterable[GenerationId], url: str) 
 def last_step(generation: GenerationId, ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]) -> int:
     """Returns the generation's last step on the history of the newest of `ids`, whether that one has committed or not.
 
-    Returns -1 if there is none, or if a record on the way cannot be read; for the newest itself, any step may follow.
+    Returns -1 if there is none, or if a record on the way cannot be read; MAX_STEP for the newest itself.
     """
     at, limit = max([generation, *ids]), keys.MAX_STEP
     while at > generation:

@@ -1,4 +1,4 @@
-"""Metrics of committed steps, as numbers; and which step is the best by one. No I/O, no torch."""
+"""Metrics of committed steps as numbers, and the best step by one of them. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptlib.words import listed
 
 
 def numeric(metrics: Mapping[str, Json]) -> dict[str, float]:
-    """Those that are numbers, a NaN included; of numpy, too."""
+    """Returns the metrics that are numbers, as floats; NaN and numpy's numbers included."""
     found = {}
     for name, value in metrics.items():
         number = _number(value)
@@ -28,12 +28,12 @@ def _number(value: Json) -> float | None:
     try:
         found = values.decode(value)
         return float(found) if isinstance(found, Real) and not isinstance(found, bool) else None
-    except (FormatError, ImportError, OverflowError):  # damaged, of torch, or an int that no float is near
+    except (FormatError, ImportError, OverflowError):  # damaged, a torch value, or an int beyond the range of floats
         return None
 
 
 def best_of(metrics: Mapping[SaveId, Mapping[str, float]], rule: Best | None, url: str) -> SaveId:
-    """The best step. Raises CheckpointNotFound where none is, or nobody says what is best."""
+    """Returns the best step by `rule`. Raises CheckpointNotFound if there is none, or no rule."""
     if rule is None:
         raise CheckpointNotFound(
             f"{url}: no job has recorded by which metric a step is the best; say it: metric='val_loss', mode='min' "

@@ -1,4 +1,4 @@
-"""A root without a step to resume from: whether a run has saved there before, and the error where it must resume.
+"""A root without a step to resume from: whether a run has saved there before, and the error if a run must resume.
 
 No torch.
 """
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def traces(catalog: Catalog, own: GenerationId | None) -> str | None:
-    """What other starts than `own` have left in a root without a step; None: nothing. Raises the store's errors."""
+    """Says what other starts than `own` have left in a root without a step; None if nothing. Raises the store's
+    errors."""
     if starts := [generation for generation in catalog.generation_ids() if generation != own]:
         return f"a job has begun to save there, as generation {words.last(starts, 2)}"
     if catalog.store.scan(keys.PARTS):
@@ -26,10 +27,10 @@ def traces(catalog: Catalog, own: GenerationId | None) -> str | None:
 
 
 def refuse_new(catalog: Catalog) -> None:
-    """For a run that must resume, before anything is put: where nobody has made a root, this one does not either.
+    """Refuses a run that must resume if there is neither a root nor a step, before the run puts anything.
 
-    Raises CheckpointNotFound, and the store's errors. Where a root is there, steps may be in memory only: `restore`
-    tells.
+    Raises CheckpointNotFound, and the store's errors. If a root is there, steps may be in memory only: `restore` finds
+    that out.
     """
     try:
         catalog.root()
@@ -39,7 +40,7 @@ def refuse_new(catalog: Catalog) -> None:
 
 
 def refuse_fresh(catalog: Catalog, own: GenerationId | None) -> None:
-    """For a run that must resume. Raises CheckpointNotFound, and the store's errors."""
+    """Raises CheckpointNotFound for a run that must resume and has no step; or the store's errors."""
     left = traces(catalog, own)
     raise CheckpointNotFound(
         f"{catalog.store.url} has no step to resume from, and must_resume=True says that there is one: "
@@ -50,7 +51,7 @@ def refuse_fresh(catalog: Catalog, own: GenerationId | None) -> None:
 
 
 def warn_of_traces(catalog: Catalog, own: GenerationId) -> None:
-    """Of a fresh run. It is a hint: that it cannot be given ends no run."""
+    """Warns a fresh run of traces of earlier runs. This is only a hint: if the store fails, the run goes on."""
     try:
         left = traces(catalog, own)
     except StoreError as error:

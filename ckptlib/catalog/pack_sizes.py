@@ -1,4 +1,4 @@
-"""Whether a pack is there, with the size that a part tells. Nothing of what is in it is read. No torch."""
+"""Checks that a pack is there with the size that a part tells. The content of the pack is not read. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckptlib.stores import Store
 
 
 def check_pack(store: Store, pack: Pack) -> None:
-    """Raises FormatError for one that is not there, or has another size; the store's errors."""
+    """Raises FormatError if the pack is not there, or has another size; or the store's errors."""
     found = store.entry(pack.key)
     if found is None or found.nbytes != pack.nbytes:
         what = "none" if found is None else found.nbytes

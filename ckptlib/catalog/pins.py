@@ -2,7 +2,7 @@
 
 A pin is put beside the manifest, under a name that is never used again. `spared` says why it holds once it is put.
 
-    `pin` died behind its put                     the pin holds if the step is there; of one that went, nothing is left
+    `pin` died after its put                      the pin holds if the step is there; if it is gone, so is its content
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ckptlib.format.keys import STEPS, SaveId, new_nonce
 
 
 def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
-    """Pins a committed step; returns whether it was not pinned before. When it returns, no sweep drops the step.
+    """Pins a committed step; returns whether it was not pinned before. Once this returns, no sweep drops the step.
 
-    Raises CheckpointNotFound for a step that is not there, FormatError where this root may be swept by a ckptlib that
-    knows no pins, and StoreError where the step has a trash record and it cannot be told whether it will go.
+    Raises CheckpointNotFound if the step is not there, FormatError if this root may be swept by a ckptlib that knows no
+    pins, and StoreError if the step has a trash record and it cannot be told whether the step will be dropped.
     """
     _refuse_old_writers(catalog)
     _check_there(catalog, save)
     is_new = save not in catalog.steps(since=save).pins
     if not is_new:
-        catalog.store.flush(STEPS)  # whoever has pinned it may have died before the name was durable
+        catalog.store.flush(STEPS)  # the process that pinned it may have died before the name was durable
     else:
         catalog.store.put(save.pin_key(new_nonce()), encode("pin", {"save": str(save), "created": time.time()}))
     if is_spared(catalog, save, patience_s) is None:
@@ -45,7 +45,7 @@ def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
 
 
 def unpin(catalog: Catalog, save: SaveId) -> bool:
-    """Takes the pins of a step away; returns whether there were any."""
+    """Removes the pins of a step; returns whether there were any."""
     entries = catalog.steps(since=save).pins.get(save, ())
     if entries:
         catalog.store.delete(*(entry.key for entry in entries))
@@ -61,10 +61,11 @@ def _check_there(catalog: Catalog, save: SaveId) -> None:
 
 
 def _refuse_old_writers(catalog: Catalog) -> None:
-    """Writers of version 1 drop pinned steps. The record of a job of version 2 keeps them out."""
+    """Raises FormatError if the newest job is of version 1, whose writers drop pinned steps. The record of a job of
+    version 2 keeps them out."""
     document = b""
     if (newest := max(catalog.generation_ids(), default=None)) is not None:
-        with suppress(*UNUSABLE):  # told where history is walked
+        with suppress(*UNUSABLE):  # reported when history is walked
             document = catalog.shared.document(newest.key)
     if document.startswith(b'{"ckptlib":1,'):
         raise FormatError(

@@ -1,6 +1,6 @@
-"""Many documents at once: the latency of a request counts, some 30 ms with an object store.
+"""Reads many documents at once, since each request to an object store has a latency of some 30 ms.
 
-Knows threads and order, not the documents.
+This module knows threads and order, not the documents.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ckptlib.errors import CkptError
 from ckptlib.stores.io_limits import DOCUMENT_THREADS, THREADS
 
 AHEAD = 2 * THREADS
-"""Items handed out before the result of the first is looked at."""
+"""How many items are submitted before the result of the first is returned."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def in_order(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahead: int = AHEAD) -> Iterator[R]:
-    """Results in the order of the items, of which only `ahead` are taken before they are asked for.
+    """Yields results in the order of the items; takes at most `ahead` items before their results are asked for.
 
-    Where one raises, or nobody asks any more, those that have not begun never do: each may take a minute to fail.
+    If a call raises, or the caller stops, calls that have not begun are cancelled: each may take a minute to fail.
     """
     waiting: deque[Future[R]] = deque()
     try:
@@ -40,15 +40,16 @@ def in_order(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahe
 
 
 def each(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """As `in_order`, by as many threads as are good for documents. Raises what `call` raises for the first item."""
+    """Yields as `in_order` does, by as many threads as are good for documents. Raises what `call` raises for the first
+    item that fails."""
     with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-documents") as executor:
         yield from in_order(executor, call, items, 2 * DOCUMENT_THREADS)
 
 
 def warm(call: Callable[[T], object], items: Sequence[T]) -> None:
-    """Calls a function that remembers its results, so that later calls need not wait.
+    """Calls a function that caches its results for all items at once, so that later calls need not wait.
 
-    A call that fails now fails again later.
+    Errors are ignored: a call that fails now is made again later.
     """
 
     def quietly(item: T) -> None:

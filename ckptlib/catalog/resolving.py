@@ -1,6 +1,6 @@
-"""The step that somebody asks for, with its manifest. No torch.
+"""Finds the step that a caller asks for, and reads its manifest. No torch.
 
-Between the listing and the read, retention may drop the step: of `latest` and the like there is another one then.
+Between the listing and the read, retention may drop the step; for `latest` and the like there is another one then.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
 
 TRIES = 5
-"""A job that drops the newest step within each of so many pairs of requests keeps none long enough to be read."""
+"""How often a step is resolved again. If a job drops the step each time, it keeps none long enough to be read."""
 
 
 def resolve_manifest(catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
-    """Of the step that `Catalog.resolve` finds. Raises as that and `Catalog.manifest` do."""
+    """Returns the manifest of the step that `Catalog.resolve` finds. Raises as that and `Catalog.manifest` do."""
     return resolve_as_put(catalog, step, best)[0]
 
 
 def resolve_as_put(catalog: Catalog, step: int | str, best: Best | None = None) -> tuple[Manifest, bytes]:
-    """As `resolve_manifest`: the manifest and its document."""
+    """Returns the manifest and its document; else as `resolve_manifest`."""
     try:
         for _ in range(TRIES - 1):
             save = catalog.resolve(step, best)
@@ -32,13 +32,15 @@ def resolve_as_put(catalog: Catalog, step: int | str, best: Best | None = None) 
                 return catalog.manifest_as_put(save)
         return catalog.manifest_as_put(catalog.resolve(step, best))
     except CheckpointNotFound:
-        catalog.root()  # raises where there is none, which says more
+        catalog.root()  # if there is no root, this error says more
         raise
 
 
 def is_newest_there(catalog: Catalog, listed: Iterable[SaveId]) -> bool:
-    """Whether the newest of these saves is still committed; True where there are none. Else there is a newer one: who
-    has read the manifests of what was listed may have found neither, and lists again.
+    """Whether the newest of these saves is still committed; True if there are none.
+
+    If it is not, there is a newer one. A caller that has read the manifests of listed saves may have found neither, and
+    lists again.
     """
     newest = max(listed, key=lambda save: (save.generation, save.step), default=None)
     return newest is None or catalog.is_committed(newest)

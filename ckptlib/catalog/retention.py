@@ -1,18 +1,18 @@
 """Retention: how steps leave a store, and when. The only place that deletes from one; `unwanted` says what may go.
 
-Two passes, a grace period apart. The first turns unwanted steps into trash: a record is put, then the manifest goes,
-and the step with it. The second deletes parts, then packs, then the record, once the record is older than the grace
-period and a fresh listing shows no manifest. Many objects go by one request, which has no order and may do half of its
-work: one request never has objects of two of these stages. So a reader that has just looked a step up has that long to
-read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
+It makes two passes, a grace period apart. The first turns unwanted steps into trash: it puts a record, then deletes the
+manifest, and the step is gone. The second deletes parts, then packs, then the record, once the record is older than the
+grace period and a fresh listing shows no manifest. One request deletes many objects, in no order, and may fail half way
+through, so it never has objects of two of these stages. The grace period is the time that a reader which has just found
+a step has to read it; and if parts of a dead generation were about to be committed, the fresh listing shows it.
 
-A step that lacks objects is no reason to drop another one: of those that are kept, it is none of the number.
+A step that lacks objects is no reason to drop another one: it does not count among those that are kept.
 
 Packs that other steps use stay, and so does the record of their step, which says why they are there. While a manifest
-cannot be read, nobody knows what its step uses, and no pack is deleted.
+cannot be read, nobody knows which packs its step uses, and no pack is deleted.
 
-What a crashed save left behind becomes trash too, when all of it is older than the grace period; no save lives as
-long. Ages are by the store's own clock. No torch.
+What a crashed save left becomes trash too, when all of it is older than the grace period; no save takes that long.
+Ages are by the store's own clock. No torch.
 
     a crash ...                              leaves                            then the next sweep
     after the record, before the manifest    the step, and a stale record      drops the record, and decides anew *
@@ -20,7 +20,7 @@ long. Ages are by the store's own clock. No torch.
     between deletions                        trash with fewer objects          deletes the rest, the record last
     while the clock is read                  trash/clock-...                   deletes it when it is old
 
-    * once the record is older than a save may take. Before that, another sweep may be about to delete the manifest.
+    * but only if the record is older than a save may take: before, another sweep may be about to delete the manifest.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class Sweep:
     """The result of a sweep, or with dry_run its plan."""
 
     dropped: tuple[SaveId, ...]
-    """Committed steps that became trash: they are gone, and their bytes wait, as long as other steps use them."""
+    """Committed steps that became trash: they are gone; their bytes stay for the grace period, and while other steps
+    use them."""
     condemned: tuple[SaveId, ...]
-    """Saves that never committed and became trash."""
+    """Saves that were never committed and became trash."""
     deleted: tuple[Entry, ...]
-    """Objects of trash whose time had come, layouts, and what killed dry runs left, in the order of their deletion."""
+    """Objects of trash past the grace period, layouts, and what killed probes left, in the order of their deletion."""
     waiting: tuple[SaveId, ...]
     """Saves without a manifest that are still there, if only as a trash record."""
     broken: frozenset[SaveId] = frozenset()
@@ -87,7 +88,7 @@ class Sweep:
 
     @property
     def nbytes_deleted(self) -> int:
-        """Bytes given back."""
+        """Bytes of the deleted objects."""
         return sum(entry.nbytes for entry in self.deleted)
 
 
@@ -101,17 +102,17 @@ def sweep(
     early_s: float = math.inf,
     decided: SaveId | None = None,
 ) -> Sweep:
-    """Drops the steps that `keep` (None: all stay) does not keep, and deletes the trash whose time has come.
+    """Drops the steps that `keep` (None: all stay) does not keep, and deletes trash older than the grace period.
 
-    `generation`: of the live job that asks; None outside of one. `abandoned`: steps left behind by a rewind are
-    dropped as well. `exempt`: so are those that were saved as exempt, where no other rule keeps them. Pinned steps
-    stay whatever is asked for. `dry_run` changes nothing, and measures ages by this machine's clock. `early_s`: trash,
-    and what crashed saves left, goes when it is as old as that, where the grace period is longer; see `Sweeper`.
-    `decided`: of the live job, this save and those before it are committed, or never will be.
+    `generation`: that of the live job that sweeps; None outside of one. `abandoned`: steps left behind by a rewind are
+    dropped as well. `exempt`: so are steps that were saved as exempt, if no other rule keeps them. Pinned steps always
+    stay. `dry_run` changes nothing, and measures ages by this machine's clock. `early_s`: trash, and what crashed saves
+    left, is deleted at this age if the grace period is longer; see `Sweeper`. `decided`: this save of the live job and
+    those before it are committed, or never will be.
 
-    Raises Superseded, ValueError for too short a grace period, CorruptData for the directory of a local tier, and where
-    the record of a generation is lost or a manifest cannot be read (a live job warns, goes on along the history that is
-    left, and deletes no pack), and what reading the history raises.
+    Raises Superseded; ValueError if the grace period is too short; CorruptData for the directory of a local tier, and
+    if the record of a generation is lost or a manifest cannot be read (a live job warns instead, goes on with the
+    history that is left, and deletes no pack); and what reading the history raises.
     """
     deadline_s = catalog.root().save_deadline_s
     grace_s = _grace_s(keep, deadline_s)
@@ -131,7 +132,7 @@ def sweep(
             "generations/ are lost, or were not copied: put them back. Nothing is dropped or deleted"
         )
     known, unknown = _stands(catalog, stock.committed)
-    # What was committed meanwhile seems to lack objects, too: one more stays then.
+    # A step that was committed meanwhile seems to lack objects, too: one more step stays then.
     broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
     unwanted = unwanted_steps(stock.committed, generations, keep, abandoned, known, broken, stock.put)
     stays = unknown | under_way | stock.pins.keys() | {save for save in known if known[save].exempt and not exempt}
@@ -140,9 +141,9 @@ def sweep(
     due = [] if needed is None else due_trash(stock, trash_oldest)
     gone, stages = deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
-    # Of what is due no part is left, whatever its packs are needed for.
+    # Due saves need no layout: all their parts are deleted, even if some of their packs are needed.
     layouts = unnamed_layouts(catalog, stock, {*waiting} - {*due} - stock.committed, oldest)
-    probes = probe.left(catalog.store, oldest) if generation is None else []  # a listing that no job has to wait for
+    probes = probe.left(catalog.store, oldest) if generation is None else []  # a live job skips this listing
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
         refreshes = [save.refresh_key for save in stock.refreshes if is_refresh_done(save, stock, needed)]
@@ -162,10 +163,10 @@ def sweep(
 
 
 def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: Collection[SaveId]) -> None:
-    """The steps that a live job's `sweep` drops. The rest of a sweep is left out: nothing but steps is listed, so this
-    costs the same however many ranks there are, and however much trash.
+    """Drops the steps that a live job's `sweep` drops, and does nothing else of a sweep. It lists only steps, so it
+    costs the same for any number of ranks, and any amount of trash.
 
-    `broken`: the steps that lacked objects when somebody looked. Raises as `sweep` does.
+    `broken`: the steps that lacked objects at the last whole sweep. Raises as `sweep` does.
     """
     _check_may_delete(catalog, generation)
     steps = catalog.steps()
@@ -178,10 +179,10 @@ def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: 
 
 
 def _look(catalog: Catalog, oldest: float, live: bool, tries: int = TRIES) -> tuple[Stock, Needed | None]:
-    """All that is there; and the sets of packs that other steps use, and those dropped so lately that they may still be
-    read, or None: unknown.
+    """Returns all that is there; and the packs that other steps use, or steps dropped so lately that they may still be
+    read; None instead of the packs if they are not known.
 
-    A `live` job goes on where a manifest cannot be read; nobody else does, who could look after it.
+    A `live` job goes on if a manifest cannot be read. Other callers get CorruptData, since they can look after it.
     """
     stock = take_stock(catalog, oldest)
     young = [save for save, record in stock.records.items() if record.modified >= oldest]
@@ -205,7 +206,8 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
 
 
 def _generations(catalog: Catalog, committed: Collection[SaveId], live: bool) -> Mapping[GenerationId, Generation]:
-    """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
+    """Returns the records of all generations. A `live` job goes on without lost ones, and drops steps of the history
+    that is left; for others, raises CorruptData."""
     found, lost = catalog.records(sorted(committed))
     if lost:
         what = "; ".join(str(error) for _, error in sorted(lost.items()))
@@ -220,8 +222,8 @@ def _generations(catalog: Catalog, committed: Collection[SaveId], live: bool) ->
 
 
 def _stands(catalog: Catalog, committed: Collection[SaveId]) -> tuple[dict[SaveId, Stand], set[SaveId]]:
-    """The facts of the readable manifests; and the saves whose manifests cannot be read now. These stay; one that is
-    damaged for good has no rights."""
+    """Returns the stands of readable manifests, and the saves whose manifests cannot be read now. These saves stay; one
+    whose manifest is damaged for good is in neither, and may be dropped."""
     known: dict[SaveId, Stand] = {}
     unknown: set[SaveId] = set()
     catalog.warm_stands(sorted(committed))
@@ -238,14 +240,14 @@ def _stands(catalog: Catalog, committed: Collection[SaveId]) -> tuple[dict[SaveI
 def _delete_layouts(
     catalog: Catalog, generation: GenerationId | None, stock: Stock, layouts: Sequence[Entry]
 ) -> list[Entry]:
-    """Returns those that are gone. One that cannot be read stays.
+    """Deletes layouts, and returns those that are gone. One that cannot be read stays.
 
-    A job may come to use one meanwhile. Whoever commits looks for its layouts behind the manifest, and steps are listed
-    again here behind the deletion: whichever comes last puts the layout again.
+    A job may come to use one meanwhile. A committer looks for its layouts after it has put the manifest, and this lists
+    steps again after the deletion: the later of the two puts the layout again.
     """
     documents: dict[str, bytes] = {}
     for entry in layouts:
-        with contextlib.suppress(ObjectNotFound, ObjectUnreadable):  # gone already; or nobody could put it back
+        with contextlib.suppress(ObjectNotFound, ObjectUnreadable):  # gone already; or it could not be put back
             documents[entry.key] = catalog.store.get(entry.key)
     _delete(catalog, generation, [*documents])
     fresh = {*catalog.saves()} - stock.committed if documents else set()
@@ -253,7 +255,7 @@ def _delete_layouts(
     for save in fresh:
         try:
             named |= {keys.layout_key(digest) for digest in catalog.stand(save).layouts}
-        except UNREADABLE:  # nobody knows
+        except UNREADABLE:  # it may name any of them
             named |= documents.keys()
     again = documents.keys() & (named | {*map(keys.copy_key, named)})
     for key in again:
@@ -262,8 +264,8 @@ def _delete_layouts(
 
 
 def drop(catalog: Catalog, save: SaveId) -> None:
-    """Takes a step off the list, for good; `sweep` deletes its bytes after the grace period. A pinned one stays, and so
-    does one that has a young trash record already."""
+    """Takes a step off the list, for good; `sweep` deletes its bytes after the grace period. A pinned step stays, and
+    so does one that already has a young trash record."""
     _drop(catalog, None, [save])
 
 
@@ -273,24 +275,26 @@ def _drop(
     saves: Sequence[SaveId],
     head: keys.GenerationId | None = None,
 ) -> set[SaveId]:
-    """The records first: without them, the next generation would take the parts for saves to be committed. And pins
-    are read again behind them: whoever pins puts the pin, then looks for a record, so one of the two sees the other.
-    So does whoever goes back to a step, with the record of a generation for a pin: see `spared`. A live job finds
-    itself superseded then; `head`: the newest generation by whose history anybody else has chosen these.
+    """Drops steps; returns those that are spared.
 
-    Whoever pins takes a record that is older than a save may take for one of a sweep that crashed, so a sweep that took
-    half as long drops nothing. And such a record is put anew: by its age the bytes would go at once, though readers
-    could look the step up until now.
+    Trash records go first: without them, the next generation would take the parts for saves to be committed. Pins are
+    read again after that: a `pin` puts the pin, then looks for a record, so one of the two sees the other. A rewind
+    does the same with the record of its generation: see `spared`. A live job finds itself superseded then; for others,
+    `head` is the newest generation in the history by which these steps were chosen.
 
-    A step stays while it has a younger record of somebody else, who drops it just now, or died. That record may become
-    stale before the manifest goes: whoever pins meanwhile would be told that the pin holds. And by its age, the bytes
-    would go too soon where a store is full.
+    `pin` takes a record that is older than a save may take for that of a crashed sweep, so a sweep that took half as
+    long drops nothing. Such a record is put anew: by its age the bytes would be deleted at once, though readers could
+    find the step until now.
 
-    Returns those that are spared. Their records stay until they are stale: another sweep that did not see the pin may
-    be about to delete the manifest, and the record is what tells whoever pinned the step.
+    A step stays while it has a younger record of another sweep, which is dropping it, or died. That record may become
+    stale before the manifest goes, and a `pin` meanwhile would report that the pin holds. Besides, by its age, the
+    bytes would go too soon if the store is full.
+
+    Records of spared steps stay until they are stale: another sweep that did not see the pin may be about to delete the
+    manifest, and the record tells that to `pin`.
     """
     spared: set[SaveId] = set()
-    if saves:  # those that stay may not be durable: who put the newest died before that, or was refused it
+    if saves:  # the steps that stay may not be durable: the committer of the newest died first, or its flush failed
         catalog.store.flush(keys.STEPS)
     catalog.warm_stands(saves)
     for some in _batches(saves):
@@ -306,7 +310,7 @@ def _drop(
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
             stay = {*some}
         _check_may_delete(catalog, generation)
-        if _is_late(catalog, elapsed):  # looked at last: whoever is stopped behind this may drop a step that is needed
+        if _is_late(catalog, elapsed):  # checked last: if suspended after this, it may drop a step that is needed
             log.warning("it took so long to drop steps that they may have been pinned meanwhile: the next sweep does")
             stay = {*some}
         catalog.store.delete(*(save.manifest_key for save in some if save not in stay))
@@ -318,22 +322,23 @@ def _drop(
 
 
 def _is_late(catalog: Catalog, elapsed: Elapsed) -> bool:
-    """As on a machine that was suspended. Asks the store only where it may be."""
+    """Whether so much time has passed, as when the machine was suspended, that records may look stale. Asks the store
+    only after LATE_S."""
     seconds = elapsed.at_most()
     return seconds > LATE_S and seconds > catalog.root().save_deadline_s / 2
 
 
 def _stale_records(catalog: Catalog, of: Collection[SaveId]) -> list[Entry]:
-    """The trash records of these that are older than a save may take."""
+    """Returns the trash records of these saves that are older than a save may take."""
     oldest = clock.now(catalog.store) - catalog.root().save_deadline_s
     listed = catalog.store.scan(keys.TRASH)
     return [entry for entry in listed if keys.parse_trash_key(entry.key) in of and entry.modified < oldest]
 
 
 def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: Sequence[Entry]) -> None:
-    """Deletes the records of steps that are there. Where another sweep was faster and has dropped the step, its record
-    stays, or is put back. None goes where it took long to look at them: another sweep may have put one anew, by which
-    whoever pins the step is told that it goes."""
+    """Deletes the trash records of steps that are there. If another sweep was faster and has dropped the step, its
+    record stays, or is put back. If reading the records took long, none is deleted: another sweep may have put one
+    anew, which tells `pin` that the step goes."""
     for some in _batches(listed):
         _check_may_delete(catalog, generation)
         elapsed = Elapsed()
@@ -350,7 +355,7 @@ def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: 
 
 
 def _put_records(store: Store, records: Sequence[TrashRecord]) -> set[SaveId]:
-    """Returns the saves that have one already: another sweep was first, now or long ago."""
+    """Puts trash records; returns the saves that have one already, by another sweep, now or long ago."""
 
     def is_there(record: TrashRecord) -> bool:
         try:
@@ -363,7 +368,7 @@ def _put_records(store: Store, records: Sequence[TrashRecord]) -> set[SaveId]:
 
 
 def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Sequence[str]) -> None:
-    """Objects of one stage, in any order."""
+    """Deletes objects of one stage, in any order."""
     for some in _batches(objects):
         _check_may_delete(catalog, generation)
         catalog.store.delete(*some)

@@ -1,8 +1,8 @@
-"""Whether a generation may change its root: no newer one has begun, and this one began there. No torch.
+"""Checks whether a generation may change its root: no newer one has begun, and this one began there. No torch.
 
-Where a newer one has begun, a step that it goes on from may be committed all the same. It may have been restored from
-memory alone, which is lost with its hosts; and as long as the newer one dies before it has saved it again, nobody else
-commits it. It is on the history of the newer one, whoever commits it, and when.
+If a newer one has begun, a step that it goes on from may be committed all the same. That step may have been restored
+from memory alone, which is lost with its hosts; and if the newer one dies before it has saved it again, nobody else
+would commit it. The step is on the history of the newer one, whoever commits it, and when.
 
 A root may be moved away or removed while a job, or the writer that a killed job left behind, still saves to it; and a
 new one may be made in its place. Each job puts the record of its generation before its first step, so a root without
@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 
 def check_may_change(catalog: Catalog, generation: GenerationId) -> None:
-    """Raises Superseded for a newer generation, and for another root in the place of this one; StoreError where nobody
-    has begun to save in that place. Puts the generation's own record again where that alone is lost."""
+    """Raises Superseded if there is a newer generation, or another root in the place of this one; StoreError if no
+    generation has begun in that place. Puts the generation's own record again if only that is lost."""
     ids = catalog.generation_ids()
     check_head(generation, ids, catalog.store.url)
     _check_began(catalog, generation, ids)
 
 
 def check_may_commit(catalog: Catalog, save: SaveId) -> bool:
-    """As `check_may_change`, but not for a newer generation that goes on from this save, or from one behind it.
+    """Checks as `check_may_change` does, but accepts a newer generation if this save is on its history.
 
-    Returns whether there is such a one, and not as this process's own: its job sweeps, and knows nothing of the save.
+    Returns whether there is one, other than this process's own: its job sweeps, and knows nothing of the save.
     """
     ids = catalog.generation_ids()
     check_goes_on(save, ids, catalog.generation, catalog.store.url)
@@ -67,5 +67,5 @@ def _check_began(catalog: Catalog, generation: GenerationId, ids: Collection[Gen
 
 
 def is_recorded(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> bool:
-    """Whether it began in this root: else another root was in its place. `ids`: those that have a record here."""
+    """Whether the generation began in this root, not in another that was in its place. `ids`: those with a record."""
     return generation in ids or bool(catalog.store.scan(keys.copy_key(generation.key)))

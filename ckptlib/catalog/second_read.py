@@ -1,4 +1,4 @@
-"""A document that a network may have altered on its way is read once more, as chunks are."""
+"""Reads a document once more if a network may have altered it on its way, as is done for chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ T = TypeVar("T")
 
 
 def decoded(store: Store, read: Callable[[], bytes], decode: Callable[[bytes], T], document: bytes | None = None) -> T:
-    """What `decode` makes of what `read` gives, the first time of `document`, where the caller has read it already.
-    Raises what both raise; of a store behind a network, `decode` has had a second reading then.
+    """Returns `decode(read())`, or `decode(document)` if the caller has read it already.
+
+    If `decode` fails and the store is behind a network, the document is read and decoded once more. Raises what `read`
+    and `decode` raise.
     """
     document = read() if document is None else document
     try:

@@ -1,6 +1,7 @@
-"""Whether saved shards hold the same bytes where they overlap: by digests where these tell, else by the bytes.
+"""Compares saved shards where they overlap: by digests if these decide, else by the bytes.
 
-No torch. Small shards share chunks, whose digests say nothing of one of them alone, and none says anything of a region.
+Small shards share chunks, whose digests say nothing about a single shard; and no digest says anything about a region of
+a shard. No torch.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _Key = tuple[str, int, int, str]
 """Pack, offset, bytes in it and digest of a chunk."""
 
 BYTES_KEPT = 64 * 1024 * 1024
-"""Of chunks. Shards are asked about in about the order in which they lie, those that overlap with many very often."""
+"""Bytes of chunks that are kept. Shards are compared in about the order in which they lie, those that overlap with many
+others very often."""
 
 REGION_BYTES = 16 * 1024 * 1024
-"""Of two shards, so much is compared at once."""
+"""How many bytes of two shards are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class SavedShard:
 
     part: Part
     layout: Layout
-    """The part's."""
+    """The layout of the part."""
     shard: int
     """Position in the part's table."""
     skipped: int
@@ -45,19 +47,19 @@ class SavedShard:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of its chunks."""
+        """The digests of its chunks."""
         chunks = self.part.table.chunks(self.shard)
         return self.part.digests[chunks.start : chunks.stop]
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The bytes of its chunks. Digests of two that are cut alike are of the same elements."""
+        """The sizes of its chunks, in bytes. If two shards are cut alike, their digests are of the same elements."""
         chunks = self.part.table.chunks(self.shard)
         return self.part.table.nbytes[chunks.start : chunks.stop]
 
     @property
     def box(self) -> Box:
-        """Its box in its tensor."""
+        """The shard's box in its tensor."""
         return self.part.table.boxes[self.shard]
 
     @property
@@ -70,7 +72,7 @@ class SavedShard:
 
 
 class PartIndex:
-    """A part, with what is asked of it for each tensor looked up once."""
+    """A part with its layout, indexed by tensor and box."""
 
     def __init__(self, part: Part, layout: Layout) -> None:
         table = part.table
@@ -78,16 +80,16 @@ class PartIndex:
         self.rank, self.boxes, self.num_chunks = part.rank, table.boxes, table.num_chunks
         self.first_chunks = table.first_chunks
         self.columns = table.columns(layout)
-        """One object for parts that are cut alike."""
+        """The same object for parts that are cut alike."""
         self._at: dict[str, dict[Box, list[int]]] = {}
 
     def shards(self, name: str) -> Sequence[int]:
-        """Of a tensor, by the name that it is saved under: positions in the part's table."""
+        """Returns the positions of a tensor's shards in the part's table. `name`: as it is saved."""
         tensor = self.layout.index.get(name)
         return () if tensor is None else self.columns.of_tensor.get(tensor, ())
 
     def shards_at(self, name: str, box: Box) -> Sequence[int]:
-        """Those that fill this box of a tensor; one at least."""
+        """Returns the positions of the shards that fill this box of a tensor; at least one must."""
         if name not in self._at:
             at = self._at[name] = {}
             for shard in self.shards(name):
@@ -95,7 +97,7 @@ class PartIndex:
         return self._at[name][box]
 
     def names_in(self, chunk: int) -> list[str]:
-        """Of the tensors that lie in a chunk."""
+        """Returns the names of the tensors that lie in a chunk."""
         table = self.part.table
         return [self.layout.tensors[table.tensors[shard]].name for shard in table.shards_in(chunk)]
 
@@ -109,23 +111,23 @@ class ShardComparer:
     def __init__(self, read: ReadInto) -> None:
         self._read = read
         self._chunks: OrderedDict[_Key, bytes] = OrderedDict()
-        """The most recently used is last."""
+        """The chunks that are kept, the most recently used last."""
         self._nbytes = 0
-        """Of them."""
+        """The bytes of these chunks."""
         self._altered: dict[_Key, str] = {}
-        """The problem of those that do not match."""
+        """The error messages of chunks that do not match their digests."""
 
     def settles(self, doubt: Doubt, share: Callable[[int], PartIndex]) -> bool:
-        """Whether the shards of a doubt are equal. `share`: a rank's. Raises as `same` does."""
+        """Whether the shards of a doubt are equal there. `share`: returns a rank's part. Raises as `same` does."""
         first, second = map(share, doubt.ranks)
         one = first.shards_at(doubt.name, doubt.boxes[0])[0]
-        other = second.shards_at(doubt.name, doubt.boxes[1])[-1]  # one part may have both
+        other = second.shards_at(doubt.name, doubt.boxes[1])[-1]  # both shards may be in one part
         return self.same(first.shard(one), second.shard(other), doubt.region)
 
     def same(self, first: SavedShard, second: SavedShard, region: Box) -> bool:
         """Whether two shards, of tensors of one dtype, hold the same bytes in a region that lies in the boxes of both.
 
-        Raises CorruptData for a chunk that does not match its digest, StoreError when one had to be read.
+        Raises CorruptData for a chunk that does not match its digest; StoreError if one had to be read.
         """
         if first.box == second.box:
             if first.digests == second.digests and first.skipped == second.skipped:
@@ -137,7 +139,7 @@ class ShardComparer:
         return all(np.array_equal(self._bytes(first, piece), self._bytes(second, piece)) for piece in pieces)
 
     def _bytes(self, saved: SavedShard, region: Box) -> np.ndarray:
-        """Of a region of a shard: its elements, each a row of bytes; reads the chunks in which they lie."""
+        """Returns the elements in a region of a shard, each a row of bytes; reads the chunks in which they lie."""
         box, itemsize, table = saved.box, saved.itemsize, saved.part.table
         wanted = region.relative_to(box.offset)
         found = np.empty((*region.shape, itemsize), np.uint8)

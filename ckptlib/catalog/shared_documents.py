@@ -1,12 +1,12 @@
-"""What many steps share: the root's own document, layouts, and the records of generations. Each is there twice.
+"""The documents that steps share: the root's own, layouts, and the records of generations. Each is there twice.
 
     ckptlib.json                 copies/ckptlib.json
     layouts/<digest>.json        copies/layouts/<digest>.json
     generations/<gen>.json       copies/generations/<gen>.json
 
-No step loads without its layout, and history ends with a record that nobody can read. Whoever commits a step puts the
-copies of the first two, before it exists, and once for each start looks whether they are good; whoever puts a record
-puts its copy. Whoever reads takes a copy where the first cannot be read. No torch.
+No step loads without its layout, and history ends at a record that cannot be read. A committer puts the copies of the
+first two kinds before the step exists, and checks once in each start that they are good; the process that puts a record
+puts its copy, too. Readers use the copy if the first cannot be read. No torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from ckptlib.stores import Store
 log = logging.getLogger(__name__)
 
 LAYOUTS_KEPT_NBYTES = 64 * 1024 * 1024
-"""As documents. A state that changes at every save has another layout at each."""
+"""The most bytes of layouts that are kept, as documents. A state that changes at every save has another layout at
+each."""
 
 
 class SharedDocuments:
-    """Of one root in one store. Layouts are kept, those that were asked for last; the rest is read each time."""
+    """The shared documents of one root in one store. It keeps the most recently used layouts, and reads the rest each
+    time."""
 
     def __init__(self, store: Store, elsewhere: SharedDocuments | None = None) -> None:
         """`elsewhere`: layouts that cannot be read here are read there."""
@@ -50,23 +52,25 @@ class SharedDocuments:
         self._elsewhere = elsewhere
         self._layouts: dict[str, Layout] = {}
         self._lock = threading.Lock()
-        """Of the layouts; nothing is read with it."""
+        """Guards the layouts; it is not held while the store is read."""
         self._found: set[str] = set()
-        """Layouts that were there as they were to be put; of the last step, once it is committed."""
+        """Digests of layouts that were already there when they were to be put; after a commit, only the step's own."""
         self._root: bytes | None = None
-        """As it was read last."""
+        """The root's document, as last read."""
         self.opened_id: str | None = None
-        """Of the root that the job has opened, if somebody told; else of the one that was read first."""
+        """The id of the root that the job has opened, if a caller set it; else that of the root that was read first."""
         self.own_record: Generation | None = None
-        """Of the job's generation, as it was put; None where nobody told."""
+        """The record of the job's generation, as it was put; None if no caller set it."""
         self._copied: set[str] = set()
-        """What has a good copy, of the last step: retention may have deleted those of others since."""
+        """Keys of the last step's documents that have a good copy; retention may have deleted those of other steps."""
         self._told: set[str] = set()
+        """Keys of the documents that a warning said were read from their copies."""
 
     # Reading
 
     def root(self) -> Root:
-        """Raises CheckpointNotFound where there is none, CorruptData, FormatError, ObjectUnreadable."""
+        """Returns the root's document. Raises CheckpointNotFound if there is none, CorruptData, FormatError,
+        ObjectUnreadable."""
         try:
             return self._root_there()
         except ObjectNotFound as error:
@@ -79,14 +83,14 @@ class SharedDocuments:
             raise CheckpointNotFound(f"{self.store.url} {why}") from error
 
     def _root_there(self) -> Root:
-        """As `root`; raises ObjectNotFound."""
+        """Returns the root's document; raises ObjectNotFound if there is none."""
         self._root = self.document(keys.ROOT)
         root = Root.decode(self._root, keys.ROOT)
         self.opened_id = self.opened_id or root.id
         return root
 
     def is_same_root(self) -> bool:
-        """Whether the root is the one that the job has opened; False where nobody knows that one."""
+        """Whether the root is still the one that the job has opened; False if that is not known."""
         before = self.opened_id
         try:
             return before is not None and self.root().id == before
@@ -94,8 +98,8 @@ class SharedDocuments:
             return False
 
     def check_there(self) -> None:
-        """Raises StoreError where a file system has neither the document of the root, opened before, nor any record of
-        a generation: what is put there now lies in a directory that was made anew, or below a mount point."""
+        """Raises StoreError if a file system has neither the document of the root, opened before, nor any record of a
+        generation: objects put there now would lie in a directory that was made anew, or below a mount point."""
         if not self.store.is_local or self.opened_id is None:
             return
         if any(self.store.scan(key) for key in (keys.ROOT, keys.copy_key(keys.ROOT))):
@@ -104,15 +108,15 @@ class SharedDocuments:
             raise self.gone(keys.ROOT)
 
     def gone(self, document: str) -> StoreError:
-        """The error of a root that does not have a document any more without which it is no root, or another one."""
+        """Returns the error for a root that lacks a document which it had before, and which is essential to it."""
         return StoreError(f"{self.store.url} {_gone(document)}")
 
     def layout(self, digest: str) -> Layout:
-        """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
+        """Returns a layout. Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
         with self._lock:
             found = self._layouts.pop(digest, None)
             if found is not None:
-                self._layouts[digest] = found  # behind the others
+                self._layouts[digest] = found  # now the most recently used
                 return found
         found = self._read_layout(digest, keys.layout_key(digest))
         self.keep_layout(digest, found)
@@ -132,7 +136,7 @@ class SharedDocuments:
             return found
 
     def keep_layout(self, digest: str, layout: Layout) -> None:
-        """One that the caller has just seen here, whole: it is not read again."""
+        """Keeps a layout that the caller has just seen whole in the store, so that it is not read again."""
         with self._lock:
             self._layouts.pop(digest, None)
             self._layouts[digest] = layout
@@ -141,14 +145,14 @@ class SharedDocuments:
                 del kept[next(iter(kept))]
 
     def generation(self, generation: GenerationId) -> Generation:
-        """As `layout`."""
+        """Returns a generation's record. Raises as `layout` does."""
         return Generation.decode(self.document(generation.key), generation.key)
 
     def document(self, key: str) -> bytes:
-        """The first, or where that cannot be read its copy, with a warning; as it was written.
+        """Returns a document as it was written; if it cannot be read, warns and returns its copy.
 
-        Raises what reading the first raised; NewerFormat of either; StoreError where the store does not answer for the
-        copy, which may be good.
+        Raises what reading the first raised; NewerFormat if either is of a newer ckptlib; StoreError if the store does
+        not answer for the copy, which may be good.
         """
         try:
             return self.document_at(key, key)
@@ -172,8 +176,8 @@ class SharedDocuments:
             return found
 
     def document_at(self, key: str, at: str) -> bytes:
-        """One of the two, with fields that this version may not know. Raises ObjectNotFound, CorruptData, FormatError,
-        ObjectUnreadable."""
+        """Returns the document `key` from where it lies, `at`: its own key or its copy's. It may have fields that this
+        version does not know. Raises ObjectNotFound, CorruptData, FormatError, ObjectUnreadable."""
         where = f"{self.store.url}/{at}"
         data = as_written(self.store.get(at), where)
         if key == keys.ROOT:
@@ -188,7 +192,7 @@ class SharedDocuments:
     # Writing
 
     def open_root(self, make: Root) -> Root:
-        """The root's document; `make` is put where there is none. A damaged one is replaced by its copy."""
+        """Returns the root's document; puts `make` if there is none. Replaces a damaged one by its copy."""
         try:
             root = self._root_there()
         except ObjectNotFound:
@@ -208,14 +212,14 @@ class SharedDocuments:
         return root
 
     def put_layout(self, digest: str, document: bytes) -> bool:
-        """Once for all steps that share it; a damaged one is replaced, since every step that has it needs it.
+        """Puts a layout if it is not there. Replaces a damaged one, since every step that shares it needs it.
 
-        Returns whether it was there, and whole: then it was read, and need not be again.
+        Returns whether it was there and whole: then it was read, and need not be read again.
         """
         key = keys.layout_key(digest)
         try:
             if digester(XXH3)(self.store.get(key)) == digest:
-                self.store.flush(keys.LAYOUTS)  # who has put it may have died before its name was durable
+                self.store.flush(keys.LAYOUTS)  # its writer may have died before its name was durable
                 self._found.add(digest)
                 return True
             log.warning("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
@@ -229,23 +233,23 @@ class SharedDocuments:
         return False
 
     def put_generation(self, generation: GenerationId, document: bytes) -> None:
-        """A record, and its copy. Of two tries the first one's record stands, where the store can tell."""
+        """Puts a record and its copy. If it was put before, the first record stands, where the store can tell."""
         if not put_new(self.store, generation.key, document):
             document = self.document(generation.key)
         put_new(self.store, keys.copy_key(generation.key), document)
 
     def complete_generation(self, generation: GenerationId) -> None:
-        """Of a record that is there: makes it durable, and puts its copy where there is none. Replaces nothing, which
-        Google Cloud Storage allows only to those who may delete."""
+        """Makes a record that is there durable, and puts its copy if there is none. Replaces nothing, since Google
+        Cloud Storage allows that only with the right to delete."""
         document, copy = self.document(generation.key), keys.copy_key(generation.key)
         self.store.flush(keys.GENERATIONS)
         if self.store.is_local or self.store.entry(copy) is None:
             put_new(self.store, copy, document)
 
     def put_copies(self, digests: Iterable[str]) -> None:
-        """Of the root's document and of these layouts, where there is none, or one that has not the same bytes.
+        """Puts copies of the root's document and of these layouts, if they are missing or differ.
 
-        Before a step that has these layouts exists. Asks nothing about those that the step before had, too.
+        Called before a step with these layouts exists. Makes no request for those that the previous step had, too.
         """
         digests = {*digests}
         documents = {keys.ROOT, *map(keys.layout_key, digests)}
@@ -253,7 +257,7 @@ class SharedDocuments:
         wanted = documents - self._copied
         if not wanted:
             return
-        # Layouts that an earlier save has put have their copies, as a rule: these are read without a listing.
+        # Layouts of an earlier save usually have copies: these are read without a listing.
         listed = None if digests <= self._found else self._present([*map(keys.copy_key, wanted)])
         with self._lock:
             known = {keys.layout_key(digest): layout.encoded for digest, layout in self._layouts.items()}
@@ -265,7 +269,7 @@ class SharedDocuments:
             except UNUSABLE as error:
                 if key != keys.ROOT:
                     raise
-                log.warning("%s; no copy of it is put", error)  # whoever opens the root next is told; steps are whole
+                log.warning("%s; no copy of it is put", error)  # the next opening of the root fails; steps are whole
                 continue
             copy = keys.copy_key(key)
             try:
@@ -280,9 +284,9 @@ class SharedDocuments:
         self._found &= digests
 
     def mend(self, wanted: Iterable[str]) -> list[str]:
-        """Of these documents and their copies, puts again what is damaged or gone, where the other is whole.
+        """Puts these documents or their copies again if one is damaged or gone, and the other is whole.
 
-        Returns the keys of what it put. The rest is left as it is, for `ckptlib verify` to tell.
+        Returns the keys of the objects it put. The rest is left as it is, for `ckptlib verify` to report.
         """
         mended = []
         for key in wanted:
@@ -297,7 +301,7 @@ class SharedDocuments:
         return mended
 
     def _put_copy(self, copy: str, document: bytes) -> None:
-        """Unless it is there, and good."""
+        """Puts a copy unless it is there and the same."""
         try:
             good = self.store.get(copy) == document
         except ObjectNotFound:
@@ -315,13 +319,13 @@ class SharedDocuments:
             return False
 
     def _put_again(self, key: str, document: bytes) -> None:
-        """Killed in between, it leaves the other of the two."""
+        """Replaces one of the two. If the process is killed in between, the other one is left."""
         log.warning("%s/%s is put again: it was gone, or not as it was written", self.store.url, key)
         self.store.delete(key)
         put_new(self.store, key, document, create=key == keys.ROOT)
 
     def put_again(self, digests: Collection[str]) -> None:
-        """Those of these layouts that are gone, each with its copy. Costs a listing."""
+        """Puts those of these layouts again that are gone, each with its copy. Costs a listing."""
         present = self._present([*map(keys.layout_key, digests)])
         gone = [digest for digest in digests if keys.layout_key(digest) not in present]
         for digest in gone:
@@ -331,21 +335,24 @@ class SharedDocuments:
             self.put_copies(gone)
 
     def _present(self, wanted: Collection[str]) -> set[str]:
-        """Of these keys those that are there, and maybe others. One listing, of what begins as all of them do: a state
-        that changes at every save has put a layout at each, and most steps have one."""
+        """Returns the keys that are there of those `wanted`, and maybe others, by one listing of their common prefix.
+
+        Listing all layouts would take longer: if the state changes at every save, there is one for each, while most
+        steps have one.
+        """
         same = takewhile(lambda pair: pair[0] == pair[1], zip(min(wanted), max(wanted), strict=False))
         return {entry.key for entry in self.store.scan("".join(letter for letter, _ in same))}
 
 
 def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:
-    """Puts an object, unless somebody else was first: theirs stands, where the store can tell; see `Store.put`.
+    """Puts an object, unless another process was first: its object stands, where the store can tell; see `Store.put`.
 
-    Returns whether it is ours.
+    Returns whether this call put it.
     """
     try:
         store.put(key, data, create=create)
     except ObjectExists:
-        store.flush(key[: key.rfind("/") + 1])  # as above
+        store.flush(key[: key.rfind("/") + 1])  # its writer may have died before its name was durable
         return False
     return True
 

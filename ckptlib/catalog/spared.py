@@ -1,8 +1,8 @@
-"""Whether retention spares a step that somebody has just said to need: by a pin, or by going back to it. No torch.
+"""Tells whether retention spares a step that was just claimed, by a pin or by going back to it. No torch.
 
-Whoever drops a step puts its trash record, and only then looks for pins and for newer generations. Whoever needs it
-puts a pin or the record of his generation, and only then looks for the trash record. So one of the two sees the other,
-however long either takes.
+A sweep that drops a step puts its trash record, and only then looks for pins and for newer generations. A process that
+claims the step puts a pin or the record of its generation, and only then looks for the trash record. So one of the two
+sees the other, however long either takes.
 
     the sweep saw it, or died before it looked        record and manifest stay; nobody can tell which
     the sweep did not see it                          the manifest goes, and the record says that it will
@@ -21,14 +21,14 @@ from ckptlib.errors import CheckpointNotFound, StoreError
 from ckptlib.format.keys import SaveId
 
 PATIENCE_S = 10.0
-"""How long a sweep is waited for that drops the step just now; it has a manifest to delete."""
+"""How long to wait for a sweep that is dropping the step; it only has to delete a manifest."""
 
 _POLL_S = 0.05
 
 
 def is_spared(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool | None:
-    """Whether the step is there to stay, for one who has said so; False: it is gone. None: it cannot be told, since its
-    trash record stays."""
+    """Whether the step is there to stay, for a caller that has claimed it. False if it is gone; None if that cannot be
+    told, since its trash record stays."""
     deadline = time.monotonic() + patience_s
     while _is_condemned(catalog, save):
         if not catalog.is_committed(save):
@@ -40,17 +40,17 @@ def is_spared(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) ->
 
 
 def _is_condemned(catalog: Catalog, save: SaveId) -> bool:
-    """Whether a sweep may be about to delete the manifest: as `retention` has it, not one whose record is stale."""
+    """Whether a sweep may be about to delete the manifest: there is a trash record, and it is not stale."""
     record = catalog.store.entry(save.trash_key)
     return record is not None and record.modified >= clock.now(catalog.store) - catalog.root().save_deadline_s
 
 
 def enter_to_go_back(catalog: Catalog, save: SaveId, put: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Has `put` put the record of a generation that goes back to a committed step. When this returns, no sweep drops
-    the step while that generation has none of its own.
+    """Calls `put` to put the record of a generation that goes back to a committed step. Once this returns, no sweep
+    drops the step while that generation has no step of its own.
 
-    Raises CheckpointNotFound where the step is gone, and then nothing was put; and where it went, or may go, just now:
-    CheckpointNotFound or StoreError.
+    Raises CheckpointNotFound if the step is gone, before anything is put. If it was dropped just now, raises
+    CheckpointNotFound; if it may be, StoreError: the record is put then.
     """
     url = catalog.store.url
     if not catalog.is_committed(save):

@@ -1,4 +1,4 @@
-"""What other steps, and retention, must know of a committed step. Pure; no torch."""
+"""The facts of a committed step that other steps and retention need. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from ckptlib.format.manifest import Manifest, told_users
 
 
 class Stand(NamedTuple):
-    """The fields of a manifest that matter to other steps: the packs of others and the layouts that its step uses; and
-    the facts by which retention decides."""
+    """The fields of a manifest that matter to other steps (the layouts and the packs of others that its step uses), and
+    those by which retention decides."""
 
     created: float
     world_size: int
     uses: Mapping[PackSet, float]
     users: Mapping[PackSet, frozenset[int]]
-    """As the document tells: for this process, too, all ranks use the sets that it tells without ranks."""
+    """The ranks that use each set, as in the document: sets that it tells without ranks, which all ranks use, are left
+    out."""
     nbytes: int
     layouts: tuple[str, ...]
     metrics: Mapping[str, float]
-    """Those that are numbers."""
+    """The metrics that are numbers."""
     exempt: bool
 
     @classmethod

@@ -1,6 +1,6 @@
-"""The objects that one committed step needs, whichever saves put them: found from its documents, each of them checked.
+"""Finds the objects that one committed step needs, whichever saves put them, from its documents, which are checked.
 
-No pack is read; it is there, and of the size that the parts tell. No torch.
+Packs are not read, but they are there, and of the size that the parts tell. No torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class StepObjects:
     document: bytes
     """The manifest, as it was put."""
     packs: Mapping[str, int]
-    """Bytes by key, those of other saves included."""
+    """The bytes of each pack by key, packs of other saves included."""
 
     @property
     def nbytes(self) -> int:
-        """Of all packs."""
+        """Bytes of all packs."""
         return sum(self.packs.values())
 
     @property
@@ -39,7 +39,10 @@ class StepObjects:
 
 
 def step_objects(catalog: Catalog, save: SaveId) -> StepObjects:
-    """Raises CheckpointNotFound, ObjectNotFound, CorruptData, FormatError, or what the store raises."""
+    """Returns the objects of a committed step.
+
+    Raises CheckpointNotFound, ObjectNotFound, CorruptData, FormatError, or what the store raises.
+    """
     manifest, document = catalog.manifest_as_put(save)
     packs: dict[str, int] = {}
     for part in each(catalog.part, manifest.parts):
@@ -61,7 +64,7 @@ def _owners(packs: Iterable[str]) -> list[SaveId]:
 
 
 def check_there(catalog: Catalog, packs: Mapping[str, int]) -> None:
-    """By listings. Raises ObjectNotFound for a pack that is gone, and CorruptData for one of another size."""
+    """Looks for packs by listings. Raises ObjectNotFound if one is gone, CorruptData if one has another size."""
     prefixes = [owner.packs_prefix for owner in _owners(packs)]
     sizes = {entry.key: entry.nbytes for listed in each(catalog.store.scan, prefixes) for entry in listed}
     for key, nbytes in packs.items():

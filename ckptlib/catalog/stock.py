@@ -1,4 +1,4 @@
-"""What a sweep finds in a root, by listings alone. No torch."""
+"""Lists the objects of a root for a sweep. No torch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ class Stock:
     records: dict[SaveId, Entry]
     """Trash records."""
     clocks: list[Entry]
-    """Trash that earlier sweeps left."""
+    """Objects that earlier sweeps put to read the store's clock, and left."""
     committed: set[SaveId]
     refreshes: list[SaveId]
-    """Asked for; see `retention`."""
+    """Saves that are marked by `ckptlib refresh`; see `Steps.refreshes`."""
     pins: Mapping[SaveId, Sequence[Entry]]
-    """The pinned saves, and the objects that say so."""
+    """The pinned saves, and the objects that pin them."""
     put: Mapping[SaveId, float]
     """See `Steps.put`."""
 
 
 def take_stock(catalog: Catalog, oldest: float) -> Stock:
-    """Manifests are listed after parts and packs: what is committed meanwhile counts as committed. And before trash
-    records: of a step that another sweep drops meanwhile the one or the other is seen, and what it uses. And once more
-    after these, where one is older than `oldest`: what it is of may be committed for all that; see `late_commit`."""
+    """Lists the objects of a root that may ever be deleted.
+
+    Manifests are listed after parts and packs, so that a save which is committed meanwhile counts as committed. They
+    are listed before trash records: if another sweep drops a step meanwhile, the manifest or the record is seen, and so
+    is what it uses. They are listed once more if a record is older than `oldest`: its save may be committed all the
+    same; see `late_commit`.
+    """
     objects: dict[SaveId, list[Entry]] = {}
     records: dict[SaveId, Entry] = {}
     clocks: list[Entry] = []

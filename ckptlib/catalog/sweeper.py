@@ -1,13 +1,14 @@
-"""The sweeps of a live job: after each commit it drops steps, and now and then it looks at all that the root holds.
+"""The sweeps of a live job: after each commit it drops steps, and now and then it lists all objects of the root.
 
-What was dropped stays for the grace period, parts and packs of all ranks. A job that saves every minute has a thousand
-such steps, and to list them after each commit would take longer than the commit.
+Dropped steps stay for the grace period, with parts and packs of all ranks. A job that saves every minute has a thousand
+of them, and listing them after each commit would take longer than the commit.
 
-Nor need a store have room for a thousand steps of which two are kept. Where it is full, or nearly, what was dropped
-goes when that is EARLY_S ago. That it may still be read is the lesser evil: no save would succeed for the rest of the
-grace period. No save loses anything: what one uses was dropped after it was begun, if at all, so the age of the oldest
-is added. A job of before, which does not know yet that this one has begun, may be about to commit: so nothing goes
-early in the first EARLY_S after the record of this one, and a commit that takes longer looks again. No torch.
+Nor need a store have room for a thousand steps of which two are kept. If it is full, or nearly, dropped steps are
+deleted after EARLY_S. They may still be read, but that is the lesser evil: else no save would succeed for the rest of
+the grace period. No save loses anything: a step that it uses was dropped after the save began, if at all, so the age of
+the oldest save in flight is added. An earlier job, which does not know yet that this one has begun, may be about to
+commit: so nothing is deleted early in the first EARLY_S after the record of this job's generation, and a commit that
+takes longer looks again. No torch.
 """
 
 from __future__ import annotations
@@ -27,47 +28,49 @@ from ckptlib.policy.keep import EARLY_S, Keep
 log = logging.getLogger(__name__)
 
 LOOKS = 24
-"""In a grace period: by a 24th of it, bytes may stay longer."""
+"""How many whole sweeps there are in a grace period; so bytes may stay a 24th of it longer."""
 
 ROOMS = 10
-"""So often in EARLY_S a full store is given room, at most: a whole sweep takes a while."""
+"""How many times in EARLY_S room is made in a full store, at most: a whole sweep takes a while."""
 
 
 class Sweeper:
-    """Used by one thread at a time."""
+    """Sweeps the root of a live job. Used by one thread at a time."""
 
     def __init__(self, catalog: Catalog, keep: Keep) -> None:
         self._catalog, self._keep = catalog, keep
         self._look_at = 0.0
-        """When all is listed again; by the monotonic clock."""
+        """When the next whole sweep is due; by the monotonic clock."""
         self._room_at = 0.0
-        """When a full store may be given room."""
+        """When room may be made again in a full store; by the monotonic clock."""
         self._recorded: tuple[float, float] = math.nan, 0.0
-        """The time of the job's record, by the store's clock, and when it was seen first, by the monotonic one."""
+        """The time of the job's record, by the store's clock, and when it was first seen, by the monotonic clock."""
         self._told = False
         self._broken: set[SaveId] = set()
-        """Steps that lacked objects then. This job has committed the later ones, and whoever commits looks."""
+        """Steps that lacked objects at the last whole sweep. This job commits the later ones, and checks them then."""
 
     def sweep(self, committed: SaveId) -> None:
-        """This job has committed this one. Raises what `retention.sweep` raises."""
+        """Drops steps after this job has committed one; makes a whole sweep if it is due. Raises as `retention.sweep`
+        does."""
         now = time.monotonic()
         if now < self._look_at:
             try:
                 drop_unkept(self._catalog, self._keep, committed.generation, self._broken)
-            except StoreFull:  # a whole sweep deletes before it puts anything
+            except StoreFull:  # the next sweep is a whole one, which deletes before it puts anything
                 self._look_at = 0.0
                 raise
             return
         self._look(committed, now)
 
     def doubt(self) -> None:
-        """A step of this job may be listed that lacks objects: all is listed before the next steps are dropped."""
+        """Makes the next sweep a whole one, since a listed step of this job may lack objects."""
         self._look_at = 0.0
 
     def make_room(self, decided: SaveId, in_flight_s: float) -> None:
-        """The store is full, or nearly, when this job has committed this one, or has given it up. Raises as `sweep`.
+        """Deletes dropped steps early, since the store is full, or nearly. Raises as `sweep` does.
 
-        `in_flight_s`: how long ago the oldest save was begun that may still be committed. Not while one is committed.
+        `decided`: the save that this job has just committed or given up. `in_flight_s`: how long ago the oldest save
+        began that may still be committed. Must not be called during a commit.
         """
         now = time.monotonic()
         if now < self._room_at:
@@ -84,8 +87,8 @@ class Sweeper:
             self._told = True
 
     def _is_young(self, generation: GenerationId, now: float) -> bool:
-        """Whether the job's record may have been put within EARLY_S. A store that takes nothing more has a clock that
-        stands still, so what has passed here counts as well."""
+        """Whether the job's record may have been put within EARLY_S. The clock of a store that is full stands still, so
+        the time that has passed on this host counts as well."""
         store = self._catalog.store
         record = store.entry(generation.key) or store.entry(keys.copy_key(generation.key))  # each may be lost
         if record is None:
@@ -96,8 +99,8 @@ class Sweeper:
         return max(age, now - self._recorded[1]) < EARLY_S
 
     def _look(self, decided: SaveId, now: float, early_s: float = math.inf) -> int:
-        """A whole sweep. Returns the bytes given back."""
+        """Makes a whole sweep. Returns the bytes deleted."""
         found = sweep(self._catalog, self._keep, decided.generation, early_s=early_s, decided=decided)
-        self._broken = {save for save in found.broken if save <= decided}  # a later one was put meanwhile
+        self._broken = {save for save in found.broken if save <= decided}  # later ones were committed meanwhile
         self._look_at = now + self._keep.grace.total_seconds() / LOOKS
         return found.nbytes_deleted

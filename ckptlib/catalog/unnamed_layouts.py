@@ -1,4 +1,4 @@
-"""Old layouts that no step names any more. Decides; `retention` deletes. No torch."""
+"""Finds old layouts that no step names any more; `retention` deletes them. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def unnamed_layouts(catalog: Catalog, stock: Stock, waiting: Set[SaveId], oldest: float) -> list[Entry]:
-    """The old layouts, and their copies, that neither a committed step names nor one of those `waiting`, which may
-    still be read; none where one of these may name any, as one that is in flight may."""
+    """Returns old layouts, and copies, that are named neither by a committed step nor by a save in `waiting`, which may
+    still be read. Returns none if one of these may name any layout, for example a save in flight."""
     old = [entry for entry in stock.layouts if entry.modified < oldest]
     if not old or not waiting <= stock.records.keys():
         return []

@@ -1,11 +1,11 @@
-"""The errors that concern one document, and say nothing of others. An outage is none of them. No torch."""
+"""The errors that concern a single document, unlike an outage of the store. No torch."""
 
 from __future__ import annotations
 
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
 
 UNUSABLE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""Of one that is gone, damaged, or not to be read now."""
+"""The errors for a document that is gone, damaged, or cannot be read now."""
 
 UNREADABLE = (CheckpointNotFound, *UNUSABLE)
-"""The same, where it may be the manifest of a step."""
+"""The same, for a document that may be the manifest of a step."""

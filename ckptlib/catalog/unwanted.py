@@ -1,6 +1,6 @@
-"""What of a root may go, as far as a listing and its manifests tell: steps, remains of crashes, trash, pins.
+"""Decides what may leave a root, from a listing and its manifests: steps, remains of crashes, trash, pins.
 
-Decides; `retention` drops and deletes. Pure: no torch, no I/O.
+`retention` drops and deletes them. Pure: no torch, no I/O.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def unwanted_steps(
     broken: Collection[SaveId],
     put: Mapping[SaveId, float],
 ) -> list[SaveId]:
-    """The committed saves that no rule keeps. `broken`: they lack objects, and are none of the number that is kept.
-    `put`: see `Steps`.
+    """Returns the committed saves that no rule keeps. `broken`: saves that lack objects; they do not count among those
+    that a rule keeps. `put`: see `Steps`.
 
-    Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
-    start again.
+    The save that the newest generation resumed from always stays while that generation has none of its own: without it,
+    the job could not resume there again.
     """
     visible = history(committed, generations)
     unwanted: set[SaveId] = set()
@@ -47,8 +47,11 @@ def unwanted_steps(
 
 
 def crashed(stock: Stock, oldest: float, live: GenerationId | None, decided: SaveId | None = None) -> list[SaveId]:
-    """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
-    have in flight, however old the clocks of the store make it look: it has decided on those up to `decided`."""
+    """Returns the saves that were never committed, have no trash record yet, and are too old to be still in flight.
+
+    Saves that the `live` job may have in flight are left out, however old the clocks of the store make them look. Those
+    up to `decided` are not in flight.
+    """
     found = [save for save in stock.committed if save.generation == live]
     newest = max(found if decided is None else [*found, decided], default=None)
     return sorted(
@@ -61,13 +64,13 @@ def crashed(stock: Stock, oldest: float, live: GenerationId | None, decided: Sav
 
 
 def due_trash(stock: Stock, oldest: float) -> list[SaveId]:
-    """The trash whose time has come."""
+    """Returns the saves whose trash records are older than `oldest`, and that are not committed."""
     records = stock.records.items()
     return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
 
 
 def deletable(stock: Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
-    """The due trash that may be deleted: whole saves; and the objects, stage by stage, in the order of deletion."""
+    """Returns the due saves that may be deleted whole; and the objects to delete, stage by stage, in that order."""
     gone: set[SaveId] = set()
     parts: list[Entry] = []
     packs: list[Entry] = []
@@ -84,13 +87,15 @@ def deletable(stock: Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[
 
 
 def is_refresh_done(refresh: SaveId, stock: Stock, needed: Needed | None) -> bool:
-    """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
+    """Whether this mark by `ckptlib refresh` is no longer needed. It stays while a step needs packs that it covers: a
+    save that was planned before the mark may be committed after it."""
     if needed is None or refresh in stock.committed:
         return False
     return not any(refresh.refresh_covers(of.save) for of in needed)
 
 
 def idle_pins(stock: Stock, oldest: float) -> list[str]:
-    """Pins of which nothing is left to keep. Not of a step whose manifest alone is missing: it may be put back."""
+    """Returns the keys of pins of saves of which nothing is left. If only a step's manifest is missing, its pins stay,
+    since the manifest may be put back."""
     left = stock.committed | stock.objects.keys()
     return [e.key for save, entries in stock.pins.items() if save not in left for e in entries if e.modified < oldest]

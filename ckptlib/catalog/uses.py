@@ -1,9 +1,9 @@
-"""Which packs of other saves a step needs, and why they are not deleted. No torch.
+"""Finds the packs of other saves that a step needs, and checks that they are kept. No torch.
 
-A save refers to packs of earlier saves for chunks that have not changed since. Such a pack stays as long as a committed
-step names its set and its rank in `uses`, or a trash record does that is younger than the grace period. So a save may
-refer to the packs that a committed step has or uses: if that step is dropped meanwhile, its record protects them for
-longer than a save may take, and after that the manifest of the new step does.
+A save refers to packs of earlier saves for chunks that have not changed since. Such a pack stays while a committed step
+names its set and its rank in `uses`, or a trash record younger than the grace period does. So a save may refer to the
+packs that a committed step has or uses: if that step is dropped meanwhile, its record protects them for longer than a
+save may take, and after that the manifest of the new step does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptlib.format.manifest import Manifest, TrashRecord
 from ckptlib.policy.keep import EARLY_S
 
 FEW = 4
-"""Steps that are looked for one by one; where requests are paid for, ten such cost as much as a listing."""
+"""Up to this many steps are looked for one by one. In an object store, ten such requests cost as much as a listing."""
 
 TAKEN_BACK = "committed too late"
 """The reason in the trash record of a step that was taken back: a sweep may have deleted its packs before that."""
@@ -37,13 +37,14 @@ TAKEN_BACK = "committed too late"
 DROPPED = "dropped by retention"
 
 Needed = Mapping[PackSet, "frozenset[int] | None"]
-"""Of sets of packs: the ranks whose packs of it are needed; None: all."""
+"""For each set of packs, the ranks whose packs of it are needed; None: all."""
 
 
 def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection[SaveId]) -> Needed:
-    """The packs of other saves that committed steps use, and those whose trash records are young.
+    """Returns the packs of other saves that are used by committed steps, or by dropped ones with young trash records.
 
-    Raises, for a document that cannot be read, what reading it raises: nobody knows then which packs are needed.
+    `trashed`: the saves with young trash records. Raises what reading a document raises, since it is not known then
+    which packs are needed.
     """
     needed: dict[PackSet, frozenset[int] | None] = {}
     catalog.forget_records(trashed)
@@ -62,7 +63,7 @@ def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection
 
 
 def remedy(error: Exception) -> str:
-    """What to do where `needed_by` raises it."""
+    """Says what to do about an error that `needed_by` raised."""
     if isinstance(error, ObjectNotFound):  # it was listed
         return "It was there a moment ago: where a job or another sweep deletes what it dropped, ask again"
     return (
@@ -79,7 +80,7 @@ def add_needed(needed: dict[PackSet, frozenset[int] | None], by: Manifest | Stan
 
 
 def is_needed(needed: Needed, pack: str) -> bool:
-    """Whether the pack of this key is; an object that is no pack is not."""
+    """Whether the pack with this key is needed; False for an object that is no pack."""
     of = keys.pack_set(pack)
     if of is None or of not in needed:
         return False
@@ -94,10 +95,11 @@ def times_of(
     orphaned: bool = False,
     at: float | None = None,
 ) -> dict[PackSet, float]:
-    """When the saves were taken whose packs a save uses, as its manifest tells. `uses`: the ranks that use each.
-    `orphaned`: a newer job has begun, whose sweeps do not reckon with this save. `at`: see `check_kept`.
+    """Returns, for the manifest of a save, when the saves whose packs it uses were taken.
 
-    Raises SaveFailed where nothing keeps one of these packs from being deleted, so that the step would be lost later.
+    `uses`: the ranks that use each set of packs. `orphaned`: a newer job has begun, whose sweeps do not know of this
+    save. `at`: see `check_kept`. Raises SaveFailed if nothing keeps one of these packs from being deleted, so that the
+    step would be lost later.
     """
     left = dict(uses)
     found: dict[PackSet, float] = {}
@@ -124,7 +126,7 @@ def times_of(
     if left:
         _cover_by_trash(catalog, left, found, orphaned, at)
     if left and any(_is_damaged(catalog, other) for other in committed):
-        # As above; once the manifest is given up, the one to be put names them.
+        # While that manifest is there, no pack is deleted; if it is deleted, the new manifest names these packs.
         found = {**dict.fromkeys(left, 0.0), **found}
         left.clear()
     if left:
@@ -136,15 +138,15 @@ def times_of(
 
 
 def check_kept(catalog: Catalog, manifest: Manifest, orphaned: bool, at: float | None = None) -> None:
-    """Raises as `times_of` does, where what the step uses is not kept any more. `at`: or was not when its manifest
-    came, by the store's clock; from then on that keeps it."""
+    """Raises SaveFailed, as `times_of` does, if packs that the step uses are not kept any more. `at`: when its manifest
+    came, by the store's clock; packs only had to be kept until then, since the manifest keeps them afterwards."""
     every = frozenset(range(manifest.world_size))
     times_of(catalog, manifest.save, {of: manifest.users.get(of, every) for of in manifest.uses}, orphaned, at)
 
 
 def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> list[SaveId]:
-    """Those few steps that name all of this, as far as is known here: only they need be looked for, mostly one alone.
-    None where all steps must be."""
+    """Returns a few steps, mostly one, which together name all of these packs, as far as this process knows: only they
+    must be looked for. Returns none if all steps must be."""
     left, some = dict(uses), []
     for other, stand in reversed(catalog.known_stands().items()):
         times = {**stand.uses, **_own(other, stand.created)}
@@ -158,7 +160,8 @@ def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int
 
 
 def _still_there(catalog: Catalog, few: Sequence[SaveId]) -> list[SaveId]:
-    """Those that are committed. A listing from an early step on may be one of nearly all steps of the root."""
+    """Returns those of these steps that are still committed. Few are looked for one by one: a listing from an early
+    step on may have nearly all steps of the root."""
     if len(few) > FEW:
         there = {*catalog.steps(min(few)).saves}
         return [other for other in few if other in there]
@@ -168,7 +171,7 @@ def _still_there(catalog: Catalog, few: Sequence[SaveId]) -> list[SaveId]:
 def _cover_by_known(
     catalog: Catalog, committed: Iterable[SaveId], left: dict[PackSet, frozenset[int]], found: dict[PackSet, float]
 ) -> None:
-    """Removes packs that any of these steps uses, of those whose manifests have been read."""
+    """Moves packs that any of these steps has or uses from `left` to `found`; only manifests read before count."""
     for other, stand in catalog.known_stands(committed).items():
         _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
 
@@ -179,7 +182,7 @@ def _cover(
     times: Mapping[PackSet, float],
     users: Mapping[PackSet, frozenset[int]],
 ) -> None:
-    """Removes packs that any step uses."""
+    """Moves packs that a step has or uses from `left` to `found`. `times`, `users`: the step's."""
     for needed in [*left]:
         if needed in times:
             found[needed] = times[needed]
@@ -196,7 +199,7 @@ def _created(catalog: Catalog, save: SaveId) -> float:
 
 
 def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
-    """For everybody, and for good: not one that could not be read just now."""
+    """Whether the save's manifest is damaged for good, not only unreadable just now."""
     try:
         catalog.stand(save)
     except (CorruptData, FormatError):
@@ -213,11 +216,14 @@ def _cover_by_trash(
     orphaned: bool,
     at: float | None,
 ) -> None:
-    """Only records count that stay young for as long as a save may take: the grace period is twice that at least.
+    """Moves packs that trash records keep from `left` to `found`.
 
-    Where a full store is given room earlier than that, parts go before any pack: none is left where packs may be gone.
-    Whoever gives it room spares what its own saves under way may use, and of no others: what an orphaned save uses may
-    go EARLY_S after it was dropped, and this is good for half of that.
+    Only records count that stay young for as long as a save may take; the grace period is at least twice that.
+
+    If room is made in a full store earlier than that, parts are deleted before packs, so a save whose packs may be gone
+    has no part left. The job that makes room spares packs that its own saves in flight may use, but not those of other
+    jobs: packs that an orphaned save uses may be deleted EARLY_S after they were dropped, and this counts on half of
+    that.
     """
     now, deadline_s = clock.now(catalog.store) if at is None else at, catalog.root().save_deadline_s
     oldest = now - (min(deadline_s, EARLY_S / 2) if orphaned else deadline_s)
@@ -233,15 +239,16 @@ def _cover_by_trash(
 
 
 def _own(save: SaveId, created: float) -> dict[PackSet, float]:
-    """The sets of packs that a save itself may have put, of all ranks."""
+    """Returns the sets of packs that a save itself may have put, with the time of the save."""
     return {PackSet(save): created, PackSet(save, carried=True): created}
 
 
 def record_of(catalog: Catalog, save: SaveId) -> TrashRecord:
-    """The trash record of a committed step that is dropped. One whose manifest cannot be read has no readers."""
+    """Returns the trash record for a committed step that is dropped. If its manifest cannot be read, nobody reads the
+    step, and the record keeps no packs."""
     try:
         stand = catalog.stand(save)
-    except CheckpointNotFound:  # another sweep was faster
+    except CheckpointNotFound:  # another sweep has dropped it
         return _record_there(catalog, save) or TrashRecord(save, DROPPED)
     except UNREADABLE:
         return TrashRecord(save, DROPPED)
