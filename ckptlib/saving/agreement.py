@@ -37,13 +37,13 @@ class Row(NamedTuple):
 
     dtype: str
     shape: Sequence[int]
-    """Global; empty for a per-rank value."""
+    """Global shape; empty for a per-rank value."""
     how: str
-    """It is held."""
+    """How it is held."""
     is_owned: bool
-    """By an optimizer."""
+    """Whether an optimizer owns it."""
     digest: str
-    """Of a plain tensor."""
+    """Digest of a plain tensor's values, or `OWN`."""
     box: tuple[Sequence[int], Sequence[int]] | None
     """Offset and shape of a tensor cut by hand, unless that is empty."""
     tied: str | None
@@ -51,11 +51,12 @@ class Row(NamedTuple):
 
 
 Said = Sequence[tuple[Row, tuple[int, ...]]]
-"""Of one name: rows, each with the ranks that gave it, ascending. Ranks whose states are alike have one: there may be
-thousands of them, with thousands of names."""
+"""The rows that ranks gave for one name, each with its ranks, ascending. Ranks with equal states share one row: there
+may be thousands of ranks, with thousands of names."""
 
 OWN = "own"
-"""Instead of the digest: this plain tensor has differed between ranks before, and is every rank's own from then on."""
+"""Stands in for a digest: this plain tensor has differed between ranks before, and each rank saves its own from then
+on."""
 
 
 DIVERGED = (
@@ -63,7 +64,7 @@ DIVERGED = (
     "biases within a tensor-parallel group), random numbers for it differ (dropout or a seed of each rank's own), or a "
     "host's memory is faulty. Mend that, and resume from the last committed step"
 )
-"""What to look for where replicas differ."""
+"""Advice for errors about replicas that differ."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,23 @@ class Agreement:
     """What all ranks know of each other, for the names that this rank has."""
 
     holdings: Mapping[str, Holding]
-    """How each tensor is held; writers are not chosen yet. Of all names but aliases."""
+    """How each tensor is held, for all names but aliases; writers are not chosen yet."""
     holders: Mapping[str, frozenset[int]]
     """The ranks that really have it, for names that not every rank of their mesh has."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied tensors, each with the first one: those that all ranks with either of them tie so."""
+    """Further names of tied tensors, each with its first name. Only ties that all ranks with either name have."""
     written: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
-    """Of tensors cut by hand whose boxes overlap: the part of its box that this rank writes, where that is not all of
-    it."""
+    """For tensors cut by hand whose boxes overlap: the part of its box that this rank writes, if it does not write
+    all."""
     overlaps: tuple[Overlap, ...] = ()
     """The shared boxes of tensors cut by hand that this rank holds; every holder has them in this order."""
 
 
 def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> dict[str, Row]:
-    """This rank's rows, by name; reads plain tensors whole, for their digests. Not collective.
+    """Returns this rank's rows, by name. Reads plain tensors whole, for their digests. Not collective.
 
-    `own`: plain tensors that have differed between ranks. Nothing in a group of one, which has nobody to tell it to.
+    `own`: plain tensors that have differed between ranks. Returns nothing in a group of one: there is no other rank to
+    tell.
     """
     if group.size == 1:
         return {}
@@ -98,12 +100,12 @@ def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> 
 
 
 def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agreement:
-    """Compares what ranks hold. Collective; one small reduction where all hold the same.
+    """Compares what ranks hold. Collective; one small reduction if all hold the same.
 
-    Raises UnsupportedState, on all ranks, for a name that stands for different tensors; ReplicasDiffer for one that an
-    optimizer owns and that is not the same everywhere.
+    Raises UnsupportedState, on all ranks, for a name that stands for different tensors; ReplicasDiffer for a tensor
+    that an optimizer owns and whose values differ between ranks.
     """
-    if group.size == 1:  # nobody to differ from: a tenth of the time, for thousands of small tensors
+    if group.size == 1:  # no other rank to differ from: takes a tenth of the time, for thousands of small tensors
         tied = {leaf.name: leaf.tied for leaf in leaves if leaf.tied is not None}
         return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves if leaf.tied is None}, {}, tied)
     document = encode_rows(rows)
@@ -129,7 +131,8 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
 
 
 def encode_rows(rows: Mapping[str, Row]) -> bytes:
-    """Each description once: it has all ranks of a mesh, and thousands of tensors may have it."""
+    """Encodes rows as JSON. Each `how` is written once: it lists all ranks of a mesh, and thousands of tensors may
+    share it."""
     hows = sorted({row.how for row in rows.values()})
     number = {how: i for i, how in enumerate(hows)}
     told = {name: [row.dtype, row.shape, number[row.how], *row[3:]] for name, row in rows.items()}
@@ -137,7 +140,8 @@ def encode_rows(rows: Mapping[str, Row]) -> bytes:
 
 
 def read_rows(documents: Iterable[bytes]) -> dict[str, Said]:
-    """By name. `documents`: by rank, compressed. Equal descriptions are one object."""
+    """Returns all ranks' rows, by name. `documents`: the encoded rows of each rank, compressed. Equal descriptions
+    become one object."""
     givers: dict[bytes, list[int]] = {}
     for rank, document in enumerate(documents):
         givers.setdefault(document, []).append(rank)
@@ -152,16 +156,16 @@ def read_rows(documents: Iterable[bytes]) -> dict[str, Said]:
 
 
 def _ranks(said: Said) -> tuple[int, ...]:
-    """All that have the name, ascending."""
+    """Returns all ranks that have the name, ascending."""
     return said[0][1] if len(said) == 1 else tuple(sorted(itertools.chain.from_iterable(ranks for _, ranks in said)))
 
 
 def _take_aliases(found: dict[str, Said], own: Collection[str]) -> dict[str, str]:
-    """Removes names that are tied to another one on all ranks that have either; returns this rank's, each with that
-    other.
+    """Removes names that are tied to another name on all ranks that have either. Returns this rank's, each with that
+    other name.
 
-    A tensor that some ranks tie and others do not is saved under each of its names: a layout with an alias would send
-    those who read a rank's share of one name to the share of another.
+    A tensor that only some ranks tie is saved under each of its names: a layout with an alias would send those who read
+    a rank's share of one name to the share of another.
     """
     ties = {name: {row.tied for row, _ in said} for name, said in found.items()}
     aliases = {
@@ -175,7 +179,8 @@ def _take_aliases(found: dict[str, Said], own: Collection[str]) -> dict[str, str
 
 
 def _compare_overlaps(leaves: Sequence[Leaf], found: Mapping[str, Said], group: Group) -> tuple[Overlap, ...]:
-    """Those of this rank. Collective if any rank has some. Raises UnsupportedState, on all, where one is not equal."""
+    """Checks that overlapping boxes hold equal values, and returns the overlaps that this rank holds. Collective if any
+    rank has some. Raises UnsupportedState, on all ranks, if values differ."""
     boxes = {
         name: {
             rank: Box(tuple(row.box[0]), tuple(row.box[1]))
@@ -184,7 +189,7 @@ def _compare_overlaps(leaves: Sequence[Leaf], found: Mapping[str, Said], group: 
             for rank in ranks
         }
         for name, said in found.items()
-        if said[0][0].how == "by-hand"  # on all: else it was refused
+        if said[0][0].how == "by-hand"  # on all ranks: `_check` refuses anything else
     }
     shared = overlaps(boxes)
     if not shared:
@@ -205,12 +210,12 @@ def _compare_overlaps(leaves: Sequence[Leaf], found: Mapping[str, Said], group: 
 
 
 def within(region: Box, box: Box, tensor: torch.Tensor) -> torch.Tensor:
-    """The view of a region of a tensor that fills a box; detached."""
+    """Returns a detached view of one region of `tensor`, which fills `box`."""
     return tensor.detach()[region.relative_to(box.offset).slices()]
 
 
 def _written(leaves: Sequence[Leaf], shared: Sequence[Overlap], rank: int) -> dict[str, tuple[Box, ...]]:
-    """See `Agreement.written`: the lowest rank that holds an element writes it."""
+    """Returns `Agreement.written`: the lowest rank that holds an element writes it."""
     covered: dict[str, list[Box]] = {}
     for overlap in shared:
         if overlap.ranks[0] < rank:
@@ -219,13 +224,15 @@ def _written(leaves: Sequence[Leaf], shared: Sequence[Overlap], rank: int) -> di
 
 
 def kind_of(leaves: Sequence[Leaf]) -> str:
-    """A digest of this rank's boxes: equal on ranks with the same boxes of the same tensors, whatever their values."""
+    """Returns a digest of this rank's boxes: equal on ranks with the same boxes of the same tensors, whatever their
+    values."""
     rows = sorted((leaf.name, leaf.dtype, [[box.offset, box.shape] for box, _ in leaf.pieces]) for leaf in leaves)
     return str(xxhash.xxh3_128_hexdigest(json.dumps(rows).encode()))
 
 
 def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Said], group: Group) -> dict[str, Placed]:
-    """By name: the one mesh that several make, for DTensors that are equal on all of them. Collective if there are any.
+    """Returns, by name, the mesh that several meshes form together, for DTensors that are equal on all of these.
+    Collective if there are any.
 
     FSDP on one axis of a mesh and tensor parallelism on the other make such tensors: one that is not tensor-parallel is
     sharded on the first axis alone, once for each rank of the other.
@@ -243,7 +250,8 @@ def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Said], group: Group
 
 
 def _alike(said: Said) -> Placed | None:
-    """The meshes of a DTensor, stacked along a new first axis, where they differ in their ranks only."""
+    """Stacks the meshes of a DTensor along a new first axis; None unless there are several that differ only in their
+    ranks."""
     kinds = sorted({(row.dtype, tuple(row.shape), row.how) for row, _ in said})
     if len(kinds) == 1 or any(how in ("plain", "per-rank", "by-hand") for _, _, how in kinds):
         return None
@@ -260,7 +268,7 @@ def _alike(said: Said) -> Placed | None:
 
 
 def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
-    """The ranks at the same place on all axes but the first."""
+    """Returns groups of ranks that have the same coordinates on all axes but the first."""
     step = len(mesh.ranks) // mesh.shape[0]
     return list(zip(*(mesh.ranks[i : i + step] for i in range(0, len(mesh.ranks), step)), strict=True))
 
@@ -274,7 +282,7 @@ def _row(leaf: Leaf, group: Group, digest: str) -> Row:
     return Row(leaf.dtype, shape, how, leaf.owner is not None, digest, box, leaf.tied)
 
 
-@lru_cache(maxsize=64)  # it has all ranks of a mesh, and tensors are held alike
+@lru_cache(maxsize=64)  # its text lists all ranks of a mesh, and many tensors are held alike
 def _describe(holding: Holding) -> str:
     if isinstance(holding, OwnPerRank):
         return "per-rank"
@@ -285,11 +293,11 @@ def _describe(holding: Holding) -> str:
 
 _meshes: WeakKeyDictionary[Group, dict[Mesh, Mesh]] = WeakKeyDictionary()
 _placed: WeakKeyDictionary[Group, dict[Placed, Placed]] = WeakKeyDictionary()
-"""In a group's ranks, by the same in the world's: thousands of leaves share one."""
+"""Meshes and placements in a group's ranks, by the same in the world's ranks: thousands of leaves share one."""
 
 
 def _in_group(leaf: Leaf, group: Group) -> Holding:
-    """How a leaf is held, its mesh in the group's ranks instead of the world's."""
+    """Returns how a leaf is held, with its mesh in the group's ranks instead of the world's."""
     held = leaf.held
     assert not isinstance(held, Plain)
     if not isinstance(held, Placed):
@@ -314,12 +322,13 @@ def _holding_alone(leaf: Leaf, group: Group) -> Holding:
 
 @lru_cache(maxsize=64)
 def _replicated(ranks: tuple[int, ...]) -> Placed:
-    """One object for all tensors that the same ranks hold: agreements and layouts are compared at every save."""
+    """Returns one object for all tensors of the same ranks: agreements and layouts are compared at every save."""
     return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
 
 
 def _check(name: str, said: Said) -> None:
-    """Raises UnsupportedState where a name stands for different tensors, ReplicasDiffer where for different data."""
+    """Raises UnsupportedState if a name stands for different tensors, ReplicasDiffer if an optimizer owns it and values
+    differ."""
     kinds = {(row.dtype, tuple(row.shape), row.how) for row, _ in said}
     digests = {row.digest for row, _ in said}
     owned = any(row.is_owned for row, _ in said)

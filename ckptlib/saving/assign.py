@@ -1,4 +1,4 @@
-"""Which rank writes a tensor that several of them hold. Pure: no torch, no I/O.
+"""Chooses which rank writes a tensor that several of them hold. Pure: no torch, no I/O.
 
 Every rank that asks about the same tensors gets the same answer, so nothing is gathered.
 """
@@ -18,12 +18,13 @@ from ckptlib.format.layout import Holding, Mesh, Placed, TensorEntry, TensorSpec
 def assign(
     tensors: Iterable[TensorSpec], holdings: Mapping[str, Holding], partial: Container[str] = ()
 ) -> list[TensorEntry]:
-    """A layout's entries of the tensors that have a holding, by name, each with the writer of its replicas.
+    """Returns a layout's entries, sorted by name, for the tensors that have a holding, each with the writer of its
+    replicas.
 
-    Balanced by local bytes, largest first, among the tensors of the same mesh and replicating axes: a rank that holds
-    one of those holds all of them, so all holders come to the same answer.
+    The choice balances local bytes, largest first, among the tensors of the same mesh and replicating axes: a rank that
+    holds one of those holds all of them, so all holders come to the same answer.
 
-    `partial`: names that not all ranks of their mesh have. No coordinate tells their writer; see `writes`.
+    `partial`: names that not all ranks of their mesh have. Their writer is given by no coordinate; see `writes`.
     """
     tensors = sorted((tensor for tensor in tensors if tensor.name in holdings), key=_name)
     held = [holdings[tensor.name] for tensor in tensors]
@@ -31,8 +32,8 @@ def assign(
     order: Iterable[int] = range(len(tensors))
     if any(len(queue) > 1 for queue in queues.values()):
         sizes = [tensor.nbytes_global for tensor in tensors]
-        order = sorted(order, key=[*map(operator.neg, sizes)].__getitem__)  # by name, where sizes are equal
-    written: dict[tuple[int, Coordinate], Placed] = {}  # by id of holding: they are few, and slow to compare
+        order = sorted(order, key=[*map(operator.neg, sizes)].__getitem__)  # stable: ties keep the order of the names
+    written: dict[tuple[int, Coordinate], Placed] = {}  # by id of holding: there are few, and they are slow to compare
     for i in order:
         holding = held[i]
         if not isinstance(holding, Placed) or tensors[i].name in partial:
@@ -51,11 +52,11 @@ def assign(
 Coordinate: TypeAlias = tuple[int, ...]
 
 _Queue: TypeAlias = list[tuple[int, Coordinate]]
-"""A heap of coordinates, each with the bytes that it writes so far."""
+"""A heap of coordinates, each with the number of bytes that it writes so far."""
 
 
 def _queues_of(holdings: Iterable[Holding]) -> dict[int, _Queue]:
-    """By id of holding; one for all of the same mesh and replicating axes."""
+    """Returns the queue of each holding, by its id. Holdings with the same mesh and replicating axes share one."""
     queues: dict[tuple[Mesh, tuple[int, ...]], _Queue] = {}
     found: dict[int, _Queue] = {}
     for holding in {id(holding): holding for holding in holdings}.values():
@@ -70,7 +71,7 @@ _name = operator.attrgetter("name")
 
 
 def _coordinates(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every coordinate on the given axes, 0 on all others; ascending, hence a valid heap."""
+    """Returns every coordinate on the given axes, with 0 on all others; ascending, hence a valid heap."""
     found: list[tuple[int, ...]] = [()]
     for axis, size in enumerate(shape):
         steps = range(size) if axis in axes else range(1)
@@ -79,10 +80,10 @@ def _coordinates(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[in
 
 
 def writes(entry: TensorEntry, rank: int, holders: frozenset[int] | None = None) -> bool:
-    """Whether a rank writes its boxes of a tensor.
+    """Returns whether a rank writes its boxes of a tensor.
 
-    `holders`: the ranks that really hold it, where these are fewer than its mesh; the first of each set of replicas
-    writes then.
+    `holders`: the ranks that really hold it, if they are fewer than its mesh; then the first of each set of replicas
+    writes.
     """
     holding = entry.holding
     if not isinstance(holding, Placed):
@@ -98,7 +99,7 @@ def writes(entry: TensorEntry, rank: int, holders: frozenset[int] | None = None)
 
 
 def holders_of(holding: Placed, rank: int, holders: frozenset[int] | None = None) -> tuple[int, ...]:
-    """The ranks that hold the same boxes as `rank`, itself among them, ascending. `holders`: see `writes`."""
+    """Returns the ranks that hold the same boxes as `rank`, itself included, ascending. `holders`: see `writes`."""
     coordinate = holding.mesh.coordinate(rank)
     if coordinate is None:
         return ()

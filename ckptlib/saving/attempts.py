@@ -1,6 +1,6 @@
-"""Saves that are due, and what becomes of each on this rank: taken, owed once more, or failed.
+"""Makes saves that are due, and notes what becomes of each on this rank: taken, owed once more, or failed.
 
-The caller hands in the function that saves; the writer's part of the outcome is in `outcome`.
+The caller passes the function that saves; the writer's part of the outcome is in `outcome`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """One per Checkpointer; all ranks make the same ones. Main thread."""
+    """Makes the saves of one Checkpointer, the same ones on all ranks. Main thread."""
 
     def __init__(self, session: Session, due: DueSaves) -> None:
         self._session = session
@@ -30,23 +30,23 @@ class Attempts:
 
     @property
     def missed(self) -> tuple[int, Exception] | None:
-        """The newest step that was to be saved and is not, and why; None where that or a later one was taken."""
+        """The newest step whose save came to nothing, and why; None if that step or a later one was taken."""
         taken = self.last is not None and self._missed is not None and self.last.step >= self._missed[0]
         return None if taken else self._missed
 
     def has(self, step: int) -> bool:
-        """Whether this step is saved already."""
+        """Returns whether this step is saved already."""
         return self.last is not None and step == self.last.step
 
     def make(self, step: int, to_store: bool, take: Callable[[], Pending]) -> Pending | None:
-        """The save, whose copies the caller starts with `go`; None where it failed and training goes on.
+        """Returns the save, whose copies the caller starts with `go`; None if it failed and training goes on.
 
         Raises, on all ranks, errors that no later save would mend.
         """
         self._due.begin(to_store)
         try:
             taken = take()
-        except ReplicasDiffer as error:  # on all ranks alike: the next save compares, too
+        except ReplicasDiffer as error:  # on all ranks alike: the next save compares again
             self.miss(step, to_store, error)
             self._due.owe(to_store)
             self._due.fail(error)
@@ -65,7 +65,7 @@ class Attempts:
                 raise
             self._fail(step, to_store, error)
             return None
-        except Exception as error:  # what the state of this rank raised
+        except Exception as error:  # raised by this rank's state
             self.miss(step, to_store, error)
             raise
         if to_store:
@@ -74,7 +74,7 @@ class Attempts:
         return taken
 
     def miss(self, step: int, to_store: bool, error: Exception) -> None:
-        """Notes that a step was to be saved, and is not."""
+        """Notes that a step was due to be saved, and is not."""
         if to_store:
             self._missed = step, error
 
@@ -84,17 +84,18 @@ class Attempts:
             self._session.snapshots.tell_unkept(step, error)
             return
         self._due.fail(error)
-        told = isinstance(error, SaveFailed)  # which says so itself
+        told = isinstance(error, SaveFailed)  # it names the step itself
         log.error("%s", error if told else f"step {step} could not be saved: {error}")
         self._session.listener.tell(Failed(step, error, tier="store"))
 
     def owe_again(self) -> bool:
-        """Owes a save again whose snapshot came to nothing. Returns whether the ranks must compare before it."""
+        """Owes another save for each snapshot that came to nothing. Returns whether the ranks must compare before
+        it."""
         self._owe_torn()
         return self._owe_differing()
 
     def _owe_torn(self) -> None:
-        """A torn snapshot is owed once more, without overlap."""
+        """Owes a torn snapshot once more, without overlap."""
         torn = self._session.snapshots.take_torn()
         if torn is None or torn.staging is None or torn.staging.error is None:
             return
@@ -105,7 +106,8 @@ class Attempts:
             self._missed, self.last = (torn.step, torn.staging.error), None
 
     def _owe_differing(self) -> bool:
-        """Whether a snapshot was found to differ between ranks; it is owed once more, and compared before."""
+        """Owes another save if a snapshot was found to differ between ranks. Returns whether any did: ranks compare
+        before the next."""
         differing = self._session.verdicts.take_differing()
         for ballot in differing:
             self._due.owe(ballot.persists)
@@ -115,7 +117,7 @@ class Attempts:
 
 
 def begun(pending: Pending, since: float) -> Begun:
-    """The event of a snapshot that was begun. `since`: when training stopped for it, by `time.perf_counter`."""
+    """Returns the event of a snapshot that has begun. `since`: when training stopped for it, by `time.perf_counter`."""
     tier = "memory" if not pending.persists else "store" if pending.drains else "local"
     nbytes = pending.staging.content.header.body_nbytes
     return Begun(pending.step, nbytes, tier, time.perf_counter() - since)

@@ -1,7 +1,7 @@
-"""Ballots: all ranks together find whether the replicas in a snapshot are alike.
+"""Ballots, by which all ranks find out together whether the replicas in a snapshot are alike.
 
-Each rank tells its check as soon as its snapshot is sealed, with the beat, and goes on telling it until all have; one
-without a snapshot says so. Every rank concludes the same at the same step. Main thread only.
+Each rank tells its check with the beat as soon as its snapshot is sealed, and repeats it until all have; a rank without
+a snapshot says so. Every rank comes to the same verdict at the same step. Main thread only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import Staging
 
 AT_ONCE = 8
-"""Snapshots that are voted upon with one beat: more than there are slots for. Others wait."""
+"""How many snapshots are voted on with one beat: more than there are slots. Others wait."""
 
 _TOLD, _FAILED, _LOW, _HIGH = range(4)
 _WIDTH = 4
@@ -23,18 +23,18 @@ _WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """A snapshot that was begun on all ranks, and that they did not compare before."""
+    """A snapshot that was begun on all ranks without comparing it first."""
 
     step: int
     number: int
     """See `SlotHeader.number`."""
     persists: bool
     staging: Staging | None
-    """None: there is none on this rank."""
+    """This rank's copy; None if it has none."""
     reading: Reading | None
 
     def vote(self) -> list[int]:
-        """This rank's, to be added to those of the others."""
+        """Returns this rank's vote, which is added to those of the others."""
         if self.staging is None or (self.staging.done and self.staging.error is not None):
             return [1, 1, 0, 0]
         if not self.staging.done:
@@ -55,33 +55,34 @@ class Verdict:
 
     ballot: Ballot
     alike: bool
-    """Whether it is whole on all ranks, and alike."""
+    """Whether it is whole and alike on all ranks."""
     differs: bool
-    """Whether it is whole on all of them, and not alike."""
+    """Whether it is whole on all ranks, but differs."""
 
 
 class Ballots:
-    """One per rank; the same snapshots in the same order on each."""
+    """The open ballots of one rank: the same snapshots in the same order on every rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._open: list[Ballot] = []
         self._new: list[Ballot] = []
-        """Begun since the last poll. The beat of their own step says nothing of them: nobody has begun to copy."""
+        """Ballots begun since the last poll. The beat of their own step leaves them out: nobody has begun to copy."""
 
     def begin(self, ballot: Ballot) -> None:
         if self._num_ranks > 1:
             self._new.append(ballot)
 
     def poll(self) -> Poll:
-        """As many votes on all ranks; none where there is nothing to vote on."""
+        """Returns this rank's votes, as many on each rank; none if there is nothing to vote on."""
         ballots = tuple(self._open[:AT_ONCE])
         self._open, self._new = self._open + self._new, []
         votes = [vote for ballot in ballots for vote in ballot.vote()]
         return Poll(ballots, votes + [0] * (_WIDTH * (AT_ONCE - len(ballots))) if ballots else [])
 
     def conclude(self, poll: Poll, sums: Sequence[int]) -> list[Verdict]:
-        """Those that all ranks have voted upon. `sums`: over all ranks, of the votes of this poll."""
+        """Returns verdicts on the snapshots that all ranks have voted on. `sums`: the votes of this poll, added over
+        all ranks."""
         found = []
         for i, ballot in enumerate(poll.ballots):
             of_all = sums[i * _WIDTH : (i + 1) * _WIDTH]

@@ -1,7 +1,7 @@
-"""The trainer's way to its store: no call blocks the training for longer than a limit, whatever the store does.
+"""The store as the trainer sees it: no call blocks training for longer than a limit, whatever the store does.
 
-Stores of ours bound their requests; one of the user's, or a file system that hangs, may not. A call that hangs cannot
-be cancelled: it is left to its thread.
+The stores of ckptlib bound their requests; a user's own store, or a file system that hangs, may not. A call that hangs
+cannot be cancelled: its thread is abandoned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class BoundedStore(Store):
-    """Raises StoreTimeout from a call that has not ended within `limit_s`; it may still take effect."""
+    """A store that raises StoreTimeout from a call that does not end within `limit_s`; the call may still take
+    effect."""
 
     def __init__(self, inner: Store, limit_s: float) -> None:
         self.url, self.is_local = inner.url, inner.is_local
@@ -58,8 +59,8 @@ class BoundedStore(Store):
 
     @override
     def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
-        """By the store itself, which must end by the deadline: a thread that is left alone would write to the buffer,
-        which is a tensor, long after somebody has gone on."""
+        """Reads in this thread; the store itself must end by the deadline. An abandoned thread could write to the
+        buffer, which is a tensor, long after the caller has gone on."""
         limit = time.monotonic() + self._limit_s
         self._inner.get_into(key, offset, buffer, deadline=limit if deadline is None else min(limit, deadline))
 
@@ -85,7 +86,7 @@ class BoundedStore(Store):
 
     @override
     def close(self) -> None:
-        """What does not close is left as it is: nothing is lost with it, and a training ends with this."""
+        """Closes the store, or leaves it open if that hangs or fails: nothing is lost, and training is at its end."""
         try:
             self._within("close", self._inner.close)
         except StoreError as error:

@@ -1,4 +1,4 @@
-"""The end of a Checkpointer: what is waited for, and what is left to the writer, the exports and a restart."""
+"""The end of a Checkpointer: what it waits for, and what it leaves to the writer, the exports and a restart."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Ending:
         self._keeper, self._exports, self._attempts = keeper, exports, attempts
 
     def close(self, timeout: timedelta, stop_timeout_s: float | None) -> None:
-        """See `Checkpointer.close`. `stop_timeout_s`: the job was told to stop, and waits no longer than this, and for
-        no export; None: it was not."""
+        """See `Checkpointer.close`. `stop_timeout_s`: set if the job was told to stop; it then waits no longer than
+        this, and for no export."""
         deadline = time.monotonic() + min(timeout.total_seconds(), stop_timeout_s or math.inf)
         with ExitStack() as telling:
-            telling.callback(self._exports.let_go)  # what is not exported is told, whatever is raised
+            telling.callback(self._exports.let_go)  # reports steps that are not exported, whatever is raised
             self._close_session(deadline)
             if (missed := self._attempts.missed) is not None:
                 step, why = missed
@@ -43,12 +43,12 @@ class Ending:
                 self._exports.finish(self._attempts.last, self._turns.due.final, deadline)
 
     def leave(self) -> None:
-        """Waits for nothing: the writer has the slot, and finishes alone."""
+        """Ends without waiting: the writer has the slot, and finishes alone."""
         self._let_go(clean=False, timeout=timedelta(0))
         self._exports.let_go()
 
     def _close_session(self, deadline: float) -> None:
-        # Snapshots in memory may be newer than all that is in the store, where the last save failed.
+        # If the last save failed, snapshots in memory may be newer than all that is in the store.
         needed = self._session.settings.peers is not None
         clean = not needed or self._attempts.missed is None
         self._turns.stop.heed()
@@ -60,7 +60,7 @@ class Ending:
         except SaveFailed:
             clean = not needed
             raise
-        except BaseException:  # WaitTimeout, or Ctrl-C and what a handler of the program raises: who knows how it ends?
+        except BaseException:  # WaitTimeout, Ctrl-C, or an error of the program's handler: the outcome is unknown
             clean = False
             raise
         finally:
@@ -72,5 +72,5 @@ class Ending:
         self._keeper.end()
         try:
             self._session.close(timeout, clean)
-        finally:  # behind it: whoever stands still here is not left on SIGTERM, whichever Checkpointer is open yet
+        finally:  # last: until here, SIGTERM ends no process that waits in `close`, even if others are open
             self._turns.close()

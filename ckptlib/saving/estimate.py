@@ -1,4 +1,4 @@
-"""How large a snapshot will be, before there is one: so that slots are made while the first iterations run."""
+"""Estimates how large a snapshot will be before there is one, so that slots are made while the first iterations run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from ckptlib.state.leaf import Leaf
 
 
 def estimate(leaves: list[Leaf], num_ranks: int) -> int:
-    """Bytes of this rank's snapshot: its tensors, and two fp32 moments for each parameter that has none yet."""
+    """Returns the bytes of this rank's snapshot: its tensors, and two fp32 moments for each parameter that has none
+    yet."""
     nbytes = 0
     for leaf in leaves:
         if leaf.tied is not None:

@@ -1,6 +1,6 @@
 """Exports that a run makes by itself: of committed steps, one after the other, each in a process of its own.
 
-A failed export fails no save, and ends no training: it is told by the log and an event.
+A failed export fails no save, and ends no training: a log line and an event report it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 
 TOLD_CHARS = 2000
-"""The last lines that a process printed before it died."""
+"""How many characters of a dead process's last output are reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
     process: subprocess.Popen[str]
     printed: IO[str]
-    """A file, since nobody reads while the process runs: a full pipe would stop it."""
+    """A file: nobody reads while the process runs, and a full pipe would stop it."""
     save: SaveId
     out: Path
     began: float
 
 
 class Exports:
-    """One per Checkpointer; main thread. Only rank 0 has anything to do."""
+    """Runs the exports of one Checkpointer; main thread. Only rank 0 has anything to do."""
 
     def __init__(self, export: Export | None, session: Session) -> None:
         self._export = None
@@ -52,24 +52,24 @@ class Exports:
             self._export = replace(export, out=Path(export.out).absolute())
         self._session = session
         self._watched: deque[Pending] = deque()
-        """That are due, and not known to be committed yet."""
+        """Saves whose export is due, and which are not known to be committed yet."""
         self._waiting: deque[SaveId] = deque()
         self._running: _Running | None = None
         self._owed = False
         """Whether the next save is to be exported."""
         self._seen: SaveId | None = None
-        """The latest save to the store that was asked about."""
+        """The latest save to the store that `poll` was given."""
         self._taken: SaveId | None = None
-        """The latest that is exported, if it comes to be committed."""
+        """The latest save that is exported, if it comes to be committed."""
         self._restored: SaveId | None = None
         if self._export is not None and self._export.path(0).is_file():
             log.warning("%s is there already, and no export overwrites it; the export will fail", self._export.path(0))
 
     def note_restored(self, save: SaveId | None, committed: bool, again: Pending | None) -> None:
-        """If the run turns out to be at its end already, this step is the last one. And if its export was due, the job
-        before may have been killed before that was written: it is due again.
+        """Notes the step that was restored: the last one, if the run turns out to be at its end already. If its export
+        was due, the job before may have been killed before that was written, so it is due again.
 
-        `committed`: else it is in memory or on local disks, and was saved `again`, where there was room.
+        `committed`: else the step is in memory or on local disks, and was saved `again`, if there was room.
         """
         self._restored, self._taken, self._owed = save, None, False  # a program may restore twice before its first step
         self._waiting.clear()
@@ -83,7 +83,7 @@ class Exports:
         self._watch(again)
 
     def poll(self, last: Pending | None, step: int) -> None:
-        """After each step: begins exports that are due, and reports those that have ended. Waits for nothing. `last`:
+        """Begins exports that are due, after each step, and reports those that have ended. Waits for nothing. `last`:
         the latest save.
 
         A save may be taken some steps after it was due, so the first one from a due step on counts.
@@ -97,8 +97,10 @@ class Exports:
         self._go_on()
 
     def _watch(self, last: Pending | None) -> None:
-        """The latest save is the one to be exported, if that is owed and it goes to the store."""
-        if last is not None and last.drains and last.save != self._seen:  # one on local disks may be drained yet
+        """Takes the latest save as the one to export, if an export is owed and that save goes to the store."""
+        if (
+            last is not None and last.drains and last.save != self._seen
+        ):  # a save on local disks may still be drained later
             self._seen = last.save
             if self._owed:
                 self._watched.append(last)
@@ -113,9 +115,9 @@ class Exports:
                 self._owed = True
 
     def finish(self, last: Pending | None, final: int | None, deadline: float) -> None:
-        """As the run ends: exports its last step, too, and waits for all of them up to the deadline.
+        """Exports the last step of a run that ends, too, and waits for all exports up to the deadline.
 
-        `final`: the step that the loop was to end with. An export that is not done by then goes on alone.
+        `final`: the step that the loop was to end with. An export that is not done by the deadline goes on alone.
         """
         if self._export is None or not self._session.owner.here:
             return
@@ -123,7 +125,7 @@ class Exports:
         if last is not None and last.committed and last.save != self._taken:
             self._waiting.append(last.save)
             self._taken = last.save  # a program may close twice
-        restored, self._restored = self._restored, None  # of a run that was at its end when it was started again
+        restored, self._restored = self._restored, None  # for a run that was at its end when it was started again
         at_end = last is None and restored is not None and restored.step == final
         if restored is not None and at_end and restored != self._taken and not self._export.is_there(restored.step):
             self._waiting.append(restored)
@@ -138,7 +140,7 @@ class Exports:
         self.let_go()
 
     def let_go(self) -> None:
-        """Waits for nothing: exports in flight go on alone; those that have not begun are named in the log."""
+        """Ends without waiting: exports in flight go on alone; those that have not begun are named in the log."""
         if self._export is None or not self._session.owner.here:
             return
         self._see_watched()
@@ -155,7 +157,7 @@ class Exports:
         self._session.listener.deliver()
 
     def _is_due(self, step: int) -> bool:
-        """Where the user's function cannot tell, it is not."""
+        """Returns whether a step's export is due; False if the user's function raises."""
         assert self._export is not None
         try:
             return self._export.is_due(step)

@@ -16,11 +16,11 @@ _open: Counter[str] = Counter()
 """Roots that this process saves to."""
 
 _inherited: dict[str, int] = {}
-"""Roots that the process which this one was forked from saves to, and that process."""
+"""Roots that the parent process saved to when this one was forked, each with the parent's id."""
 
 
 class Owner:
-    """Of one hold on one root: the process that took it."""
+    """The process that has taken one hold on one root."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -30,23 +30,23 @@ class Owner:
 
     @property
     def here(self) -> bool:
-        """Whether that is this process."""
+        """Whether this is that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raises SaveFailed in a process that was forked from it."""
+        """Raises SaveFailed in a process that was forked from the owner."""
         if os.getpid() != self._pid:
             raise _forked(self._url, self._pid)
 
     def let_go(self) -> None:
-        """Once is enough; more often changes nothing."""
+        """Gives up the hold. Calling it again changes nothing."""
         if self._holds:
             self._holds = False
             _open[self._url] -= 1
 
 
 def check_root(url: str) -> None:
-    """Raises SaveFailed where this process was forked from one that saves to the root."""
+    """Raises SaveFailed if this process was forked from one that saves to the root."""
     if url in _inherited:
         raise _forked(url, _inherited[url])
 

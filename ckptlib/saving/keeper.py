@@ -1,4 +1,4 @@
-"""Watches loads into the state that a Checkpointer saves: it goes on from there, or refuses."""
+"""Watches loads into the state that a Checkpointer saves: the Checkpointer goes on from there, or refuses."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ log = logging.getLogger(__name__)
 
 
 def _batches_given(part: object, is_fresh: bool) -> object:
-    """Of a loader. Ours counts from where it was made or loaded; torchdata's StatefulDataLoader and nodes.Loader from
-    the epoch's begin, which tells on a fresh run only."""
+    """Returns how many batches a loader has given. Ours counts from where it was made or loaded; torchdata's
+    StatefulDataLoader and nodes.Loader from the start of the epoch, which is meaningful on a fresh run only."""
     iterator = getattr(part, "_iterator", getattr(part, "_it", None)) if is_fresh else None
     return getattr(part, "batches_given", getattr(iterator, "_num_yielded", 0))
 
 
 class StateKeeper(Keeper):
-    """One per Checkpointer; from `begin` to `end` loads of this process are told to it."""
+    """Keeps the state of one Checkpointer; it hears of loads in this process from `begin` to `end`."""
 
     def __init__(self, session: Session, state: Mapping[str, object]) -> None:
         self._session = session
         self._state = state
 
     def begin(self) -> None:
-        """An earlier load counts, too."""
+        """Starts to hear of loads. An earlier load counts, too."""
         url = self._session.settings.url
         self.note_load(url, registry.take_loads(url, self._session.over))
         registry.keepers.add(self)
 
     def warn_of_early_batches(self) -> None:
-        """Before the first step: a batch that a loader of the state has given counts as trained on, and is not."""
+        """Warns, before the first step, of a batch that a loader of the state has given: it counts as trained on, and
+        is not."""
         is_fresh = self._session.lineage.resumed_from is None
         given = (_batches_given(part, is_fresh) for part in Parts(self._state, ask=False).objects)
         if self._session.group.rank == 0 and any(isinstance(count, int) and count > 0 for count in given):
@@ -48,7 +49,7 @@ class StateKeeper(Keeper):
             )
 
     def end(self) -> None:
-        """Later loads belong to another Checkpointer."""
+        """Stops hearing of loads: later ones belong to another Checkpointer."""
         registry.keepers.discard(self)
         session = self._session
         if not session.owner.here:

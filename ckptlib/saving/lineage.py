@@ -1,8 +1,8 @@
 """The lineage: this job's place in the history of a root.
 
-A job is a generation. All ranks agree on it as the root is opened, with a number above those of all that have put their
-record, and of all that have left slots or local steps on the job's hosts. It enters history with its first save, or as
-it goes back to an earlier step.
+A job is a generation. All ranks agree on it as the root is opened. Its number is above those of all generations that
+have put their record, and of all that have left slots or local steps on the job's hosts. It enters history with its
+first save, or when it goes back to an earlier step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ckptlib.writer.known_origin import KnownOrigin
 
 
 class Lineage:
-    """One per process, the same on all ranks."""
+    """The lineage of one process, the same on all ranks."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Lineage:
         local: Path | None,
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
-        `earlier`: the generation as which this process goes on, whose record is there. `local`: this host's disk.
+        `earlier`: the generation that this process continues, whose record is in the store. `local`: this host's disk.
 
-        Raises, on all ranks, the error of an unusable root, and NewerFormat where a newer ckptlib has saved in it; also
-        StoreError where a rank does not see the root that rank 0 opened.
+        Raises, on all ranks, the error of an unusable root, NewerFormat if a newer ckptlib has saved in it, and
+        StoreError if a rank does not see the root that rank 0 opened.
         """
         self._catalog = catalog
         self._group = group
@@ -67,30 +67,30 @@ class Lineage:
         self._slots_in, self._local = slots_in, local
         self.root, self.generation, self._seen = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.host_id = self.generation
-        """The generation by which slots and locks on this host are known. One that goes on as an earlier one has a
-        name of its own here, so that it reclaims what that one left."""
+        """The generation by which slots and locks on this host are known. A process that continues an earlier
+        generation has a name of its own here, so that it reclaims what that generation left."""
         if earlier is not None:
             self.generation = earlier
         self._goes_on = earlier is not None
         self.resumed_from: SaveId | None = None
         self.known: KnownOrigin | None = None
-        """The step that was restored from the store, as this rank read it, until the writer is told."""
+        """The step that was restored from the store, as this rank read it; kept until the writer is told."""
         self.began = False
-        """Whether it has saved, to the store or to memory, or gone back."""
+        """Whether this job has saved, to the store or to memory, or gone back."""
         self._again = False
         self.recorded = group.rank != 0
-        """Whether its record is in the store; only rank 0 is told so."""
+        """Whether this job's record is in the store; only rank 0 hears of that."""
         self.placement: ReplicaMap | None = None
-        """Of replicas, where snapshots are kept in memory."""
+        """Where replicas go, if snapshots are kept in memory."""
         self.at_once = False
-        """Whether its record is put before anything else: steps on local disks are of no use without it."""
+        """Whether this job's record is put before anything else: steps on local disks are of no use without it."""
         self.best: Best | None = None
         """The rule by which the job calls a step its best."""
 
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId, KnownGenerations]:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
-            saves = self._catalog.saves()  # first: who commits has put its record
+            saves = self._catalog.saves()  # listed first: whoever commits has put its record before
             ids = self._catalog.generation_ids()
             self._catalog.check_versions(ids)
             records, _ = self._catalog.records(saves, newer=True, ids=ids)
@@ -112,7 +112,8 @@ class Lineage:
         return root, replace(generation, number=max(generation.number, above)), known
 
     def _left_above(self, newest: int, left: set[GenerationId]) -> tuple[GenerationId, ...]:
-        """`newest`: the highest number in the store. `left`: by other generations, on this host. Collective."""
+        """Returns the generations above `newest` that any host holds. `newest`: the highest number in the store.
+        `left`: generations that others have left on this host. Collective."""
         later = sorted(str(generation) for generation in left if generation.number > newest)
         if not self._group.any(bool(later)):
             return ()
@@ -120,10 +121,10 @@ class Lineage:
         return tuple(sorted({keys.parse_generation(name) for names in told for name in names.decode().split()}))
 
     def _check_seen(self, root: Root) -> set[GenerationId]:
-        """By one read: that this rank reaches the store, may read it, and that it is the same one.
+        """Checks, with one read, that this rank reaches the store, may read it, and sees the same root.
 
         Returns the generations that have left slots or writers on this host, or began on its disk: their records may
-        be on their way to the store yet.
+        still be on their way to the store.
         """
         left = left_generations(root.id, self._slots_in)
         if self._local is not None:
@@ -145,15 +146,17 @@ class Lineage:
         return left
 
     def begin(self, writer: Writer, step: int) -> None:
-        """Before its first snapshot, of `step`: the writers are told, and rank 0's puts this generation's record.
+        """Tells the writers, before this job's first snapshot, of `step`, that it begins; rank 0's writer puts the
+        record.
 
-        That is before anything of this generation can be committed; from then on older ones may commit nothing but what
-        this one goes on from. Nothing is waited for. Does nothing where it has begun, unless its record could not be
-        put.
+        That comes before anything of this generation can be committed. From then on, older generations may commit only
+        what this one goes on from. Waits for nothing. Does nothing if it has begun, unless its record could not be put.
         """
         if self.began and not self._again:
             return
-        continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
+        continues = (
+            self.resumed_from is None or self.resumed_from.step > step
+        )  # later saves there would mix with the steps that follow it
         record = self._record(None if continues else self.resumed_from)
         order = BeginOrder(
             record,
@@ -171,8 +174,8 @@ class Lineage:
     def go_back(self, writer: Writer, save: SaveId, committed: bool) -> None:
         """Enters history at once: steps after `save` are not listed from here on, whether this job saves or not.
 
-        `committed`: else it is in memory or on local disks only, where no retention drops it. Only before it has begun.
-        Collective. Raises Superseded where a newer job has begun, and what `enter_to_go_back` raises.
+        `committed`: else the save is in memory or on local disks only, where no retention drops it. Only before this
+        job has begun. Collective. Raises Superseded if a newer job has begun, and what `enter_to_go_back` raises.
         """
         record = replace(self._record(save), rewind=True)
 
@@ -191,20 +194,21 @@ class Lineage:
         writer.begin(BeginOrder(record, self.root.id, save.step, is_put=True), self._take_known())
 
     def _take_known(self) -> KnownOrigin | None:
-        """Of the step that the job goes on from, which may be another one than it restored; once."""
+        """Returns, once, what is known of the step that the job goes on from; None if the restored step is another
+        one."""
         known, self.known = self.known, None
         return None if known is None or known.save != self.resumed_from else known
 
     def note_init(self, source: Json) -> None:
-        """Notes where the run began from, for its record. Before it has begun."""
+        """Notes where the run began from, for its record. Only before this job has begun."""
         self._run = {**self._run, "init_from": source}
 
     def note_recorded(self) -> None:
-        """Rank 0's writer has put the record."""
+        """Notes that rank 0's writer has put the record."""
         self.recorded, self._again = True, False
 
     def note_not_recorded(self) -> None:
-        """It could not: the next snapshot has it try again."""
+        """Notes that it could not: the next snapshot has it try again."""
         self._again = True
 
     def _record(self, resumed_from: SaveId | None) -> Generation:
@@ -226,7 +230,7 @@ class Lineage:
 
 
 def _begun_on(local: Path) -> set[GenerationId]:
-    """The generations that began on this host's disk."""
+    """Returns the generations that began on this host's disk."""
     try:
         with LocalStore(str(local)) as disk:
             return noted_ids(disk)

@@ -1,4 +1,4 @@
-"""Events for the user's function, queued until the training can wait for it."""
+"""Queues events for the user's function until training can wait for it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ log = logging.getLogger(__name__)
 
 
 def check_listener(on_event: object) -> None:
-    """Raises TypeError for what cannot be told, but for None."""
+    """Raises TypeError if `on_event` is neither a callable nor None."""
     if on_event is not None and not callable(on_event):
         raise TypeError(f"on_event={on_event!r}: expected a function of an event, such as print")
 
 
 class Listener:
-    """One per session; main thread. Nothing of the user's runs between two collectives, nor holds up a copy."""
+    """Calls the user's functions for one session; main thread. None of them runs between two collectives, nor holds up
+    a copy."""
 
     def __init__(self, on_event: Callable[[Event], object] | None) -> None:
         self._on_event = on_event
         self._queue: deque[tuple[str, Callable[[], object]]] = deque()
         self._delivering = threading.Lock()
         self._told: set[str] = set()
-        """Functions that have raised, each of which was logged once."""
+        """Names of functions that have raised; each was logged once."""
 
     def tell(self, event: Event) -> None:
-        """Something happened; `deliver` passes it on."""
+        """Queues an event; `deliver` passes it on."""
         on_event = self._on_event
         if on_event is not None:
             self._queue.append(("on_event=", lambda: on_event(event)))
 
     def call(self, what: str, function: Callable[[], object]) -> None:
-        """`deliver` calls it. `what`: its name in messages."""
+        """Queues a call, which `deliver` makes. `what`: its name in messages."""
         self._queue.append((what, function))
 
     def deliver(self) -> None:
         """Calls the user's functions with the queued events. Their errors are logged and harm nothing."""
-        # Else another thread, or a call of the user's that came back here, is at it, and goes on with the rest. What
-        # came just before the release is looked for behind it: nobody else would deliver that.
+        # If the lock is taken, another thread, or a user's function that came back here, delivers the rest. An event
+        # that came just before the release is looked for after it: nobody else would deliver it.
         while self._queue and self._delivering.acquire(blocking=False):
             try:
                 self._deliver()

@@ -23,12 +23,12 @@ from ckptlib.staging.other_slots import prefix_of
 from ckptlib.writer.client import Writer
 
 NUM_SLOTS = 2
-"""One to be written to the store while the next snapshot is taken."""
+"""One slot is written to the store while the next snapshot is taken."""
 
 WRITER_WAITS_S = 2.0
-"""With peers, the most that a writer waits for the end of the restore before it begins: two ranks on two cores restored
-0.5 GB each from memory in 0.25 s, in which their writers took 0.2 s of CPU each, and woke each rank late from each
-collective. There is nothing to write before."""
+"""With peers, the longest that a writer waits for the end of the restore before it begins: two ranks on two cores
+restored 0.5 GB each from memory in 0.25 s, in which their writers took 0.2 s of CPU each, and delayed each rank at each
+collective. Before the restore ends there is nothing to write."""
 
 
 class Memory(NamedTuple):
@@ -40,7 +40,8 @@ class Memory(NamedTuple):
 def open_memory(
     settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage, stopwatch: Stopwatch
 ) -> Memory:
-    """Collective. Raises on all ranks if one of them fails; no writer of theirs is left then."""
+    """Opens the slots, the writer and the link to peers. Collective. Raises on all ranks if one of them fails; none of
+    their writers is left then."""
     peers, placement, root = settings.peers, lineage.placement, lineage.root
 
     def make_arena(writer: Writer, pin: bool = True) -> Arena:

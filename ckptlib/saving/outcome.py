@@ -31,7 +31,7 @@ from ckptlib.writer.client import Writer
 log = logging.getLogger(__name__)
 
 LISTEN_FIRST_S, LISTEN_LAST_S = 0.005, 0.05
-"""How long one turn of waiting listens to the writer."""
+"""How long one turn of waiting listens to the writer: the first, and at most."""
 
 
 @dataclass(eq=False)
@@ -42,13 +42,13 @@ class Outcome:
     committed: bool = False
     """Whether the step is known to exist. On ranks other than 0 only after `wait_committed`."""
     error: Exception | None = None
-    """Why it never will."""
+    """Why the step will never exist."""
     local: bool = False
     """With a local tier: whether this rank's share is durable on its host's disk."""
     callbacks: list[Callable[[], object]] = field(default_factory=list)
-    """To be called when its outcome is known."""
+    """Functions to call when the outcome is known."""
     looks: Looks | None = None
-    """When a rank that does not commit asks the store next, where nobody waits; None: nobody is to know."""
+    """When a rank that does not commit asks the store next if nobody waits; None if nobody wants to know."""
     watches: int = 0
     """How often a rank that does not commit has asked for its outcome without an answer."""
     owed: bool = False
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def decided(self) -> bool:
-        """Whether it is known to exist, or never to."""
+        """Whether the step is known to exist, or never to."""
         return self.committed or self.error is not None
 
 
@@ -76,8 +76,8 @@ class Outcomes:
         listener: Listener,
     ) -> None:
         self.turn = threading.RLock()
-        """Held by whoever takes in what the writer says, and in calls of a session that take or give slots. Behind
-        `Owner.check` only: in a forked child nobody may be there to give it up."""
+        """Held while taking in what the writer says, and in calls of a session that take or give slots. Taken only
+        after `Owner.check`: in a forked child there may be nobody to release it."""
         self._rank = rank
         self._news = news
         self._writer = writer
@@ -90,34 +90,34 @@ class Outcomes:
         self._wanted: list[Outcome] = []
         """Undecided saves with a callback, on a rank that does not commit; none that stays on local disks."""
         self._events: deque[Mapping[str, object]] = deque()
-        """Of the writer, still to be noted."""
+        """Events of the writer that are still to be noted."""
         self._open: dict[str, Outcome] = {}
-        """By save: the outcomes that are still to come."""
+        """The outcomes that are still to come, by save."""
         self._asked_for: weakref.WeakSet[Outcome] = weakref.WeakSet()
-        """Those that somebody may ask for."""
+        """Outcomes that somebody may still ask for."""
         self.run = FailureRun(max_outage_s)
-        """Saves that failed in a row, as far as this rank knows."""
+        """The saves that failed in a row, as far as this rank knows."""
 
     def expect(self, outcome: Outcome) -> None:
-        """From now on the writer may tell of it."""
+        """Expects a save's outcome: from now on the writer may tell it."""
         outcome.owed = True
         self._open[str(outcome.save)] = outcome
         self._asked_for.add(outcome)
 
     def drain(self, outcome: Outcome) -> None:
-        """Of a save that is on the disks of all ranks, and goes to the store after all."""
+        """Sends a save to the store after all, once it is on the disks of all ranks."""
         self.expect(outcome)
         self._writer.drain(outcome.save)
         if outcome.callbacks:
             self._want(outcome)
 
     def may_be_asked(self) -> bool:
-        """Whether somebody may still ask what became of a save, and this rank does not know."""
+        """Returns whether somebody may still ask for the outcome of a save that this rank does not know."""
         self.poll()
         return not all(outcome.decided for outcome in self._asked_for)
 
     def forget(self, save: SaveId, error: Exception) -> bool:
-        """A save that this rank found out about by itself. Returns whether it was still open."""
+        """Gives up a save whose failure this rank found out by itself. Returns whether it was still open."""
         outcome = self._open.pop(str(save), None)
         if outcome is not None:
             outcome.error = error
@@ -127,7 +127,7 @@ class Outcomes:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes in the events of the staging thread and the writer."""
         self._owner.check()
-        if timeout_s > 0:  # without the turn, which the training wants meanwhile
+        if timeout_s > 0:  # without the turn, which training may need meanwhile
             self._writer.wait(timeout_s)
         with self.turn:
             self._snapshots.poll()
@@ -140,13 +140,13 @@ class Outcomes:
                 except Exception:
                     self._events.popleft()
                     raise
-                self._events.popleft()  # not before: after Ctrl-C within, a slot would count as read for ever
+                self._events.popleft()  # only now: after Ctrl-C in `note`, the slot would count as read forever
             if self._wanted:
                 self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
-        """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's, nor
-        whether this rank's share will be on its disk."""
+        """Takes in one event of the writer. An event that was seen of another rank's save says nothing of this rank's
+        slot, nor of whether this rank's share will be on its disk."""
         kind = event["event"]
         if kind in TELL_OF_IT:
             self._store.note(event)
@@ -155,7 +155,7 @@ class Outcomes:
         outcome = self._open.get(key)
         if kind == "released":
             durable = event["error"] is None
-            for asked in self._asked_for:  # also where it was told before that rank 0 has given it up
+            for asked in self._asked_for:  # even if rank 0 was heard before to have given it up
                 asked.local = asked.local or (durable and str(asked.save) == key)
             self._snapshots.released(key)
             self.tier.note(keys.parse_save(key).step, durable)
@@ -178,7 +178,7 @@ class Outcomes:
             if outcome is not None:
                 outcome.committed = True
                 self._call_back(outcome)
-        elif kind == "undecided" and outcome is not None:  # who asked was told by a time-out, and may ask again
+        elif kind == "undecided" and outcome is not None:  # whoever asked was told by a timeout, and may ask again
             outcome.watches -= 1
             self._let_go(outcome)
         elif kind == "failed":
@@ -191,7 +191,7 @@ class Outcomes:
             self._failed(outcome, str(event["kind"]), str(event["error"]), "in_doubt" in event)
 
     def _let_go(self, outcome: Outcome) -> None:
-        """Where the writer will say no more of it unless it is asked."""
+        """Forgets a save of which the writer will say no more unless it is asked."""
         if not outcome.owed and not outcome.watches:
             del self._open[str(outcome.save)]
 
@@ -203,11 +203,11 @@ class Outcomes:
         self.listener.tell(Committed(step, nbytes, float(seconds)))
 
     def _failed(self, outcome: Outcome, kind: str, text: str, in_doubt: bool) -> None:
-        """`in_doubt`: the step may be there, or come to be there, all the same. So may one that is on local disks: a
-        restart goes on from the newest of these, and drains it."""
+        """Notes that a save failed. `in_doubt`: the step may exist, or come to exist, all the same. So may one that is
+        on local disks: a restart goes on from the newest of these, and drains it."""
         error: SaveFailed
         is_local = self.tier.is_used and outcome.local
-        if kind == ReplicasDiffer.__name__:  # the ranks' votes tell, too: the next save compares, and that one counts
+        if kind == ReplicasDiffer.__name__:  # the votes tell that, too; the next save compares, and its failure counts
             outcome.error = ReplicasDiffer(text)
             log.warning("%s", text)
             self.listener.tell(Voided(outcome.save.step, outcome.error))
@@ -238,7 +238,8 @@ class Outcomes:
     # Asking for one
 
     def is_known(self, outcome: Outcome, staging: Staging) -> bool:
-        """Whether its outcome is known. Waits for nothing; a rank that does not commit asks the store now and then."""
+        """Returns whether the outcome is known. Waits for nothing; a rank that does not commit asks the store now and
+        then."""
         self.poll()
         if self._rank != 0 and staging.done and not outcome.decided:
             outcome.looks = outcome.looks or self._news.looks(math.inf)
@@ -246,8 +247,8 @@ class Outcomes:
         return outcome.decided or (staging.done and staging.error is not None)
 
     def call_back(self, outcome: Outcome, function: Callable[[], object], drains: bool) -> None:
-        """Has the listener call it when the outcome of the save is known; at once where it is. `drains`: whether the
-        save goes to the store; else nobody is asked for an outcome that may never be."""
+        """Has the listener call `function` when the outcome of the save is known; at once if it is. `drains`: whether
+        the save goes to the store; if not, nobody is asked for an outcome that may never come."""
         self._owner.check()
         with self.turn:
             outcome.callbacks.append(function)
@@ -257,7 +258,7 @@ class Outcomes:
                 self._want(outcome)
 
     def _want(self, outcome: Outcome) -> None:
-        """A rank that does not commit asks for it from now on."""
+        """Asks for the outcome from now on, on a rank that does not commit."""
         if self._rank != 0:
             outcome.looks = outcome.looks or self._news.looks(math.inf)
             self._wanted.append(outcome)
@@ -268,7 +269,7 @@ class Outcomes:
             self.listener.call("a done callback", function)
 
     def _ask_for_wanted(self) -> None:
-        """Where this rank does not commit, it asks for the outcome of saves with a callback."""
+        """Asks for the outcome of saves with a callback. Only ranks that do not commit have any."""
         self._wanted = [outcome for outcome in self._wanted if not outcome.decided]
         for outcome in self._wanted:
             if outcome.looks is not None and not self._snapshots.is_persisting(str(outcome.save)):
@@ -278,7 +279,7 @@ class Outcomes:
 
     def wait_staged(self, staging: Staging, timeout_s: float | None) -> None:
         self._owner.check()
-        with self.turn:  # another thread that has it takes this snapshot, and is about to let it go
+        with self.turn:  # another thread that has the turn is taking this snapshot, and is about to call `go`
             staging.fail_left()
         staging.wait_sealed(timeout_s)
 
@@ -328,7 +329,7 @@ class Outcomes:
             listen_s = min(2 * listen_s, LISTEN_LAST_S)
 
     def _listen(self, step: int, timeout_s: float) -> None:
-        """As `poll`, for whoever waits for a save. Raises WaitTimeout where nothing more will be heard of it."""
+        """Polls while waiting for a save. Raises WaitTimeout if nothing more will be heard of it."""
         if self._writer.left:
             raise WaitTimeout(
                 f"step {step}: its Checkpointer is closed, so this process hears no more of what became of the save; "
@@ -337,7 +338,7 @@ class Outcomes:
         self.poll(timeout_s)
 
     def _ask(self, outcome: Outcome, looks: Looks) -> None:
-        """The outcome of a save that rank 0 commits: by its notices, or now and then from the store."""
+        """Looks for the outcome of a save that rank 0 commits: by its notices, or now and then from the store."""
         with self.turn:
             event = self._news.of(str(outcome.save))
             if event is not None:
@@ -349,7 +350,7 @@ class Outcomes:
                 self._writer.watch(outcome.save, 0.0)
 
     def close(self, timeout: timedelta) -> None:
-        """The writer finishes its saves, whose outcome is noted."""
+        """Closes the writer, which finishes its saves, and notes their outcome."""
         with self.turn:
             try:
                 self._events += self._writer.close(timeout.total_seconds())

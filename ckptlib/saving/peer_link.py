@@ -1,4 +1,4 @@
-"""The link between peers, as all ranks mend it together; where there are no peers, nothing is ever wrong with it."""
+"""The link between peers, which all ranks mend together; without peers, nothing is ever wrong with it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class PeerLink:
         return self._replicator is None or self._replicator.calm
 
     def mend(self, failed: bool, calm: bool) -> None:
-        """Acts as all ranks agreed. Collective where `calm`.
+        """Drops or renews the link, as all ranks agreed. Collective if `calm`.
 
-        failed: some rank lost a peer. calm: no rank has anything under way, and all have waited long enough.
+        `failed`: some rank lost a peer. `calm`: no rank has anything in flight, and all have waited long enough.
         """
         if self._replicator is None:
             return

@@ -14,7 +14,7 @@ from ckptlib.staging.stager import Staging
 
 
 class Pending:
-    """A snapshot under way, and the save that is made of it."""
+    """A snapshot in flight, and the save that is made of it."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Pending:
         self.save = save
         self.staging = staging
         self.persists = persists
-        """Whether it is saved; else it is for memory only, and never committed."""
+        """Whether it is saved; if not, it is for memory only, and never committed."""
         self.drains = drains
         """Whether it goes to the store; with a local tier, some saves stay on local disks, and are never committed."""
         self._outcomes = outcomes
@@ -40,7 +40,7 @@ class Pending:
             outcomes.expect(self._outcome)
 
     def drain(self) -> None:
-        """Has it go to the store after all. On all ranks, once it is on the disks of all."""
+        """Sends the save to the store after all. All ranks call this, once the save is on the disks of all."""
         self.drains = True
         self._outcomes.drain(self._outcome)
 
@@ -55,28 +55,29 @@ class Pending:
 
     @property
     def error(self) -> Exception | None:
-        """Why it never will."""
+        """Why the step will never exist."""
         return self._outcome.error
 
     # The words of concurrent.futures
 
     def result(self, timeout: float | None = None) -> int:
-        """The step, once it exists and is durable. Waits and raises as `wait_committed` does."""
+        """Returns the step, once it exists and is durable. Waits and raises as `wait_committed` does."""
         self.wait_committed(timeout)
         return self.step
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once. Waits for nothing; any rank may ask alone."""
+        """Returns whether `result` would return, or raise, at once. Waits for nothing; any rank may ask alone."""
         known = self._outcomes.is_known(self._outcome, self.staging)
         self._outcomes.listener.deliver()
         return known or not self.drains
 
     def add_done_callback(self, function: Callable[[Pending], object]) -> None:
-        """Has `function` called with this, once, when this rank knows that the step is committed, or never will be.
+        """Has `function` called with this object, once, when this rank knows that the step is committed, or never will
+        be.
 
-        As for `Checkpointer(on_event=)`, by the thread that trains, or one that waits for a save: at the end of an
-        `after_step`, a save, a wait, `done` or `close`; at once where it is known. What it raises is logged. It is not
-        called where the process ends before this rank knows, nor for a save that stays on local disks.
+        As with `Checkpointer(on_event=)`, the thread that trains calls it, or one that waits for a save: at the end of
+        an `after_step`, a save, a wait, `done` or `close`; at once if the outcome is known. What it raises is logged.
+        It is not called if the process ends before this rank knows, nor for a save that stays on local disks.
         """
         self._outcomes.call_back(self._outcome, partial(function, self), self.drains)
         self._outcomes.listener.deliver()
@@ -93,7 +94,7 @@ class Pending:
     def wait_released(self, timeout: float | None = None) -> None:
         """Returns when this rank's part is durable, or failed, and its slot is free.
 
-        Raises SaveFailed where there is no snapshot of it, and WaitTimeout.
+        Raises SaveFailed if there is no snapshot of it, and WaitTimeout.
         """
         timeout = self._deadline_s if timeout is None else timeout
         self._wait(lambda: self._outcomes.wait_released(self._outcome, self.staging, timeout))
@@ -111,7 +112,7 @@ class Pending:
         """Returns when the step exists and is durable. Any rank may ask alone.
 
         Raises SaveFailed when it never will; WaitTimeout after `timeout` seconds (default: the save's deadline), and at
-        once where the Checkpointer is closed and this rank has not heard what became of the save.
+        once if the Checkpointer is closed and this rank has not heard what became of the save.
         """
         if not self.drains:
             raise SaveFailed(
@@ -123,7 +124,7 @@ class Pending:
         self._wait(lambda: self._outcomes.wait_committed(self._outcome, self.staging, timeout))
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        """Training stands still anyway, so callbacks may run now."""
+        """Waits, then runs callbacks: training stands still anyway."""
         try:
             with stop_signal.waiting(self._ends):
                 wait()
@@ -131,7 +132,8 @@ class Pending:
             self._outcomes.listener.deliver()
 
     def _ends(self) -> bool:
-        """Whether no device holds it up: behind a collective with a rank that died no copy ends. Any thread."""
+        """Returns whether the wait ends by itself, not held up by a device: a copy queued after a collective with a
+        rank that died never ends. Any thread."""
         try:
             return self.staging.done or all(copies.read for copies in self.staging.device_copies)
         except RuntimeError:  # the device has failed

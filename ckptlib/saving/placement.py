@@ -1,4 +1,4 @@
-"""Which rank keeps whose replicas: all ranks agree on it before the first snapshot."""
+"""Decides which rank keeps whose replicas: all ranks agree on it before the first snapshot."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckptlib.slots.placement import ReplicaMap, place
 
 
 def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> ReplicaMap:
-    """Which rank keeps whose replicas. Collective.
+    """Returns which rank keeps whose replicas. Collective.
 
-    `kind`: see `kind_of`; its errors are raised on all ranks, as is ValueError where there are too few domains.
+    `kind`: see `kind_of`. Its errors are raised on all ranks, as is ValueError if there are too few domains.
     """
 
     def own_domain() -> str:

@@ -1,6 +1,6 @@
-"""The planner: which shards this rank copies, and from where, as long as the state stays the same.
+"""Plans which shards this rank copies, and from where, for as long as the state stays the same.
 
-Nothing is planned anew, and nothing compared between ranks, for a state whose tensors are those of the last save.
+If the tensors are those of the last save, nothing is planned anew, and nothing compared between ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.structure import same
 
 Overlap = Callable[[Leaf], bool]
-"""Whether its only writer waits at the fence; asked once for all leaves of one owner."""
+"""Returns whether a leaf's only writer waits at the fence; asked once for all leaves of one owner."""
 
 Shape = tuple[tuple[object, ...], ...]
-"""Of every leaf: the properties that a plan depends upon."""
+"""The properties of every leaf that a plan depends on."""
 
 
 Order = tuple[tuple[int, int, Box | None], ...]
-"""Leaves and their pieces; and the region of a piece that is meant, in the tensor's global coordinates; None: all."""
+"""For each shard, its leaf, the leaf's piece, and the region of that piece in the tensor's global coordinates; None for
+all."""
 
 _Late: TypeAlias = dict[int, bool]
-"""By owner: whether its tensors are copied behind the fence."""
+"""By the id of each owner: whether its tensors are copied behind the fence."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Plan:
     layout: Layout
     table: Table
     order: Order
-    """Per shard of the table."""
+    """One entry for each shard of the table."""
     body_nbytes: int
-    """Of a slot."""
+    """Bytes of a slot's body."""
     shared: tuple[Shared, ...]
-    """Shards that other ranks hold, too; one of them writes each for all."""
+    """Shards that other ranks hold, too; one rank writes each for all."""
     puts_layout: bool = True
     """Whether this is the first rank with this layout, which puts it for all that have it."""
 
@@ -63,26 +64,26 @@ class Alike:
     """Large shards of another rank's snapshot that this rank holds as well: replicas, as the layout has it."""
 
     table: Table
-    """Of that rank."""
+    """The table of that rank's snapshot."""
     offsets: tuple[int, ...]
-    """In the body of a slot laid out so."""
+    """Offsets of the shards in the body of a slot with that table."""
     order: Order
 
 
 @dataclass(frozen=True)
 class _Sources:
-    """The copies of one save, and the properties that they depended upon."""
+    """The copies of one save, and the properties that they depended on."""
 
     order: Order
     leaves: list[Leaf]
     late: _Late
     sources: list[CopySource]
-    """In this order."""
+    """The sources, in the order of `order`."""
 
 
 @dataclass(frozen=True)
 class _Digests:
-    """What digests the replicas of one save, and the properties that it depended upon."""
+    """The digests of one save's replicas, and the properties that they depended on."""
 
     plan: Plan
     leaves: list[Leaf]
@@ -99,22 +100,22 @@ class Planner:
         self._agreement: Agreement | None = None
         self._plan: Plan | None = None
         self._leaves: list[Leaf] = []
-        """Those that the plan stood for last."""
+        """The leaves that the plan was last used for."""
         self._changed = False
         """Whether the last comparison found another state than the one before."""
         self._sources: dict[int, _Sources] = {}
-        """By the rank whose snapshot it is."""
+        """The sources of each snapshot, by the rank that it belongs to."""
         self._alike: dict[int, tuple[Plan, Alike]] = {}
-        """By that rank; each with the own plan that it was found for."""
+        """What is alike with each rank's snapshot, by that rank; each with the own plan that it was found for."""
         self._own: frozenset[str] = frozenset()
         """Plain tensors that have differed between ranks."""
         self._moving: frozenset[str] = frozenset()
         """Frozen parameters that have been seen to change."""
         self._digests: _Digests | None = None
         self._one_of_each: tuple[list[Leaf], dict[int, Leaf]] = [], {}
-        """Leaves, and by the id of each owner one of them: an optimizer may have an `==` of its own, and no hash."""
+        """Leaves, and one leaf for each owner, by the owner's id: an optimizer may define its own `==`, and no hash."""
         self.must_compare = False
-        """Whether the ranks are to compare what they hold before the next save."""
+        """Whether the ranks must compare what they hold before the next save."""
 
     @property
     def agreed(self) -> bool:
@@ -122,11 +123,11 @@ class Planner:
         return self._agreement is not None
 
     def rows(self, flat: Flat) -> dict[str, Row]:
-        """This rank's description of its state, when all compare."""
+        """Returns this rank's description of its state, for a comparison of all ranks."""
         return rows_of(flat.leaves, self._group, self._own)
 
     def agree(self, flat: Flat, rows: dict[str, Row]) -> Plan:
-        """The plan that follows from all ranks' descriptions. Collective. Raises on all of them where they do not
+        """Returns the plan that follows from all ranks' descriptions. Collective. Raises on all ranks if they do not
         agree."""
         self.must_compare = True  # until it is done
         agreement = agree(flat.leaves, rows, self._group)
@@ -141,18 +142,18 @@ class Planner:
         return plan
 
     def _with_putter(self, plan: Plan) -> Plan:
-        """The same, once it is known which rank puts the layout. Collective."""
+        """Returns the plan with the rank that puts the layout. Collective."""
         by_rank = self._group.gather(plan.layout.digest.encode()) if self._group.size > 1 else []
         puts = not by_rank or by_rank.index(by_rank[self._group.rank]) == self._group.rank
         return plan if plan.puts_layout == puts else replace(plan, puts_layout=puts)
 
     def _restless(self, changed: bool) -> bool:
-        """Whether the state changes from save to save, so that it had better be compared before each."""
+        """Returns whether the state changes from save to save, so that it had better be compared before each."""
         before, self._changed = self._changed, changed
         return changed and before
 
     def plan(self, flat: Flat) -> Plan:
-        """The plan that was last agreed upon. Raises StateChanged where this rank's state is another."""
+        """Returns the plan that was last agreed on. Raises StateChanged if this rank's state is another."""
         known = self._known(flat)
         if known is None:
             self.must_compare = True
@@ -163,14 +164,14 @@ class Planner:
         return self._plan_for(flat, known)
 
     def _news(self, flat: Flat) -> str:
-        """The change since the last plan, for messages."""
+        """Returns the new tensors since the last plan, for messages."""
         assert self._plan is not None
         before = {name for name, *_ in self._plan.shape}
         new = [leaf.name for leaf in flat.leaves if leaf.name not in before]
         return f" (new: {', '.join(new[:3])}{', ...' if len(new) > 3 else ''})" if new else ""
 
     def _known(self, flat: Flat) -> Plan | None:
-        """The last plan, unless something that it depends upon has changed."""
+        """Returns the last plan; None if anything that it depends on has changed."""
         known = self._plan
         if known is None or known.layout.objects != flat.objects:
             return None
@@ -182,7 +183,7 @@ class Planner:
         return self._plan
 
     def let_go(self, flat: Flat) -> None:
-        """Drops objects that were made for the last snapshot alone. `flat`: of that snapshot."""
+        """Drops objects that were made for the last snapshot alone. `flat`: the state of that snapshot."""
         if not flat.lends:
             return
         self._one_of_each = [], {}
@@ -198,7 +199,7 @@ class Planner:
         }
 
     def forget_tensors(self) -> None:
-        """Drops all that holds a tensor of the state; the plan stays."""
+        """Drops everything that holds a tensor of the state; the plan stays."""
         self._leaves, self._sources, self._one_of_each = [], {}, ([], {})
         self._let_go_of_digests()
 
@@ -214,7 +215,7 @@ class Planner:
         layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
         shards: list[tuple[int, Box]] = []
         places: list[tuple[int, int, Box | None]] = []
-        mine: dict[int, bool] = {}  # by id of a holding, of which there are few
+        mine: dict[int, bool] = {}  # by id of a holding: there are few
         for i, leaf in enumerate(flat.leaves):
             name = leaf.name
             if name in by.aliases:
@@ -241,13 +242,16 @@ class Planner:
         return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table), shared)
 
     def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[CopySource]:
-        """The sources of all copies, in the table's order; the very ones of the last save where nothing changed."""
+        """Returns the sources of all copies, in the table's order; the same list as at the last save if nothing
+        changed."""
         return self._sources_of(self._group.rank, plan.order, leaves, overlap)
 
     def alike(self, rank: int, table: Table, plan: Plan) -> Alike | None:
-        """Which large shards of another rank's snapshot this rank could copy from its own memory; None: none.
+        """Returns the large shards of another rank's snapshot that this rank could copy from its own memory; None for
+        none.
 
-        A replica, by the layout, may have changed since: a copy counts only when its digests are those of that rank.
+        A tensor that is a replica in the layout may have changed since: a copy counts only if its digests are that
+        rank's.
         """
         if table.layout != plan.layout.digest:
             return None
@@ -257,11 +261,12 @@ class Planner:
         return known[1] if known[1].order else None
 
     def sources_alike(self, rank: int, alike: Alike, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
-        """As `sources`, in the order of `alike`."""
+        """Returns the sources of these copies, as `sources` does, in the order of `alike`."""
         return self._sources_of(rank, alike.order, leaves, overlap)
 
     def digests(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> ReplicaDigests:
-        """Digests of shards that other ranks hold, too; the very object of the last save where nothing changed."""
+        """Returns digests of shards that other ranks hold, too; the same object as at the last save if nothing
+        changed."""
         late, known = self._late(leaves, overlap), self._digests
         if (
             known is None
@@ -284,7 +289,7 @@ class Planner:
         return Replica(shared.ranks, leaf.name, shared.tensor(leaves), late[id(leaf.owner)], way)
 
     def note_moved(self, names: frozenset[str]) -> None:
-        """These frozen parameters change after all; on all ranks that hold them at the same step."""
+        """Notes frozen parameters that change after all; on all ranks that hold them, at the same step."""
         self._moving |= names
 
     def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
@@ -300,7 +305,7 @@ class Planner:
                 source = known.sources[n]
                 found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
             else:
-                # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
+                # detached: if `p.data = x` replaces this memory, the new one must not be copied instead, least of all
                 # past its end
                 box, tensor = leaf.pieces[piece]
                 cut = tensor.detach() if region is None else within(region, box, tensor)
@@ -335,7 +340,7 @@ _NONE = torch.empty(0, device="cpu")
 
 
 def _kept(leaves: list[Leaf]) -> list[Leaf]:
-    """Replaces a lent leaf by one without a tensor, which equals nothing."""
+    """Replaces each lent leaf by one without a tensor, which equals nothing."""
     return [replace(leaf, pieces=()) if leaf.lent else leaf for leaf in leaves]
 
 
@@ -344,5 +349,5 @@ def _shape(leaves: list[Leaf]) -> Shape:
 
 
 def _cut(leaf: Leaf) -> tuple[Box, ...]:
-    """The boxes that nothing but the pieces tells of."""
+    """Returns the boxes of a leaf that is cut by hand: only its pieces tell them."""
     return tuple(box for box, _ in leaf.pieces) if isinstance(leaf.held, ByHand) else ()

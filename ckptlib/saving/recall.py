@@ -1,7 +1,8 @@
-"""What one start of the job has measured of its saves, in the account of each manifest, for the next start.
+"""Recalls what an earlier start of the job has measured of its saves, from the account in a manifest.
 
-It says on how many ranks and on which machine that was: elsewhere a save costs something else. All ranks go on from the
-same numbers, or none does. The numbers only say where the search for an interval begins, so none of them is an error.
+The record says on how many ranks and on which machine that was: elsewhere a save costs something else. All ranks go on
+from the same numbers, or none does. The numbers only say where the search for an interval begins, so missing ones are
+no error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ CPUS = Path("/proc/cpuinfo")
 
 @cache
 def machine() -> str:
-    """What this process runs on, as far as it decides how long steps and saves take. No name of a host: a scheduler
-    gives a restart others that are alike."""
+    """Returns what this process runs on, as far as it decides how long steps and saves take. The host's name is no part
+    of it: a scheduler gives a restart other hosts of the same kind."""
     model = platform.machine()
     with suppress(OSError), CPUS.open() as lines:
         named = [line.partition(":")[2].strip() for line in lines.read(4096).splitlines() if "model name" in line]
@@ -41,17 +42,17 @@ def machine() -> str:
 
 
 def to_record(session: Session, measured: Mapping[str, Measured | None]) -> dict[str, Json]:
-    """By kind of save. Empty where nothing is measured."""
+    """Returns the record of these measurements, by kind of save. Empty if nothing is measured."""
     told: dict[str, Json] = {name: {**found.to_json()} for name, found in measured.items() if found is not None}
     return {"world_size": session.group.size, "machine": machine(), **told} if told else {}
 
 
 def recall(session: Session, save: SaveId) -> dict[str, Measured]:
-    """By kind of save, what the start that made this save had measured. Collective; the same on all ranks.
+    """Returns, by kind of save, what the start that made this save had measured. Collective; the same on all ranks.
 
-    Nothing where that is not known, or was measured on another number of ranks or another kind of machine.
+    Empty if that is not known, or was measured on another number of ranks or another kind of machine.
 
-    A save that is in memory or on local disks only has no manifest: then that of the one before it.
+    A save that is in memory or on local disks only has no manifest; then that of the save before it counts.
     """
     group = session.group
     what = "looking for what the start before has measured"
@@ -64,7 +65,8 @@ def recall(session: Session, save: SaveId) -> dict[str, Measured]:
 
 
 def _read(session: Session, save: SaveId) -> dict[str, Json]:
-    """By rank 0. What cannot be read is as good as none: the restore has succeeded without."""
+    """Reads the record, on rank 0. A record that cannot be read counts as none: the restore has succeeded without
+    it."""
     catalog = session.catalog
     try:
         try:

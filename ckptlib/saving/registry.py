@@ -1,4 +1,4 @@
-"""Kept by a process from call to call: a group for each process group, a session for each root that it saves to."""
+"""Keeps, for a process, a group for each process group, and a session for each root that it saves to."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ log = logging.getLogger(__name__)
 Key = tuple[str, dist.ProcessGroup | None]
 
 MAX_OPEN = 4
-"""Roots over one process group whose sessions stay open. Each has a writer process, and slots as large as the state."""
+"""How many roots over one process group keep their sessions open. Each has a writer process, and slots as large as the
+state."""
 
 LEFT_TIMEOUT = TIMEOUT / 2
-"""How long saves of a process group that is gone are waited for: ranks that have none wait for the others meanwhile."""
+"""How long to wait for saves of a process group that is gone: ranks that have none wait for the others meanwhile."""
 
 
 class Keeper(Protocol):
-    """Whoever saves a state by itself, and must hear of loads into it: a Checkpointer."""
+    """Saves a state by itself, and must hear of loads into it: a Checkpointer."""
 
     def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
-        """Before a whole step is loaded into `state`. Raises StateError where that is the keeper's own, which has
-        saved later steps: their history cannot be left by it."""
+        """Called before a whole step is loaded into `state`. Raises StateError if that is the keeper's own state and it
+        has saved later steps: their history cannot be left by a load."""
 
     def note_load(self, url: str, loads: Loads) -> None:
-        """After a load: the keeper may go on from there."""
+        """Called after a load: the keeper may go on from there."""
 
 
 class Registry:
@@ -54,14 +55,14 @@ class Registry:
     def __init__(self) -> None:
         self.groups: dict[dist.ProcessGroup | None, Group] = {}
         self.sessions: OrderedDict[Key, Session] = OrderedDict()
-        """The one that was used last is the last."""
+        """Open sessions, the most recently used one last."""
         self._places: dict[Key, SaveId] = {}
-        """Of sessions that were closed since others are used, and of Checkpointers that have saved behind a session
-        that is open here: `Session.place`."""
+        """`Session.place` of sessions that were closed because others are used, and of Checkpointers that have saved
+        behind a session that is open here."""
         self.loads: dict[Key, Loads] = {}
-        """Since the last save."""
+        """Loads since the last save."""
         self.keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
-        """The open ones."""
+        """The keepers that are open."""
         self._left_alone: list[object] = []
         """The parent's groups and sessions. Kept: destroying them would close the parent's connections."""
 
@@ -70,7 +71,7 @@ class Registry:
         return url, group_or_world(over)  # another world, another session
 
     def group(self, over: dist.ProcessGroup | None) -> Group:
-        """For loads, which write nothing and need no session. Collective."""
+        """Returns a group for loads, which write nothing and need no session. Collective."""
         world = group_or_world(over)
         self._close_groups(filter(is_gone, [*self.groups]))
         if world not in self.groups:
@@ -89,17 +90,17 @@ class Registry:
         keep: Keep | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> Session:
-        """To save `step` with. Where an older step was loaded to go on from, that is a new generation's, and so it is
-        where the options are others: they may be those of another store. Collective. Waits for saves of process groups
-        that are gone.
+        """Returns the session to save `step` with. If an older step was loaded to go on from, the session is of a new
+        generation; so it is if the options differ: they may be those of another store. Collective. Waits for saves of
+        process groups that are gone.
 
-        `codec` and `keep`: the same on all ranks. Raises ValueError, on all of them, where an open session has others.
+        `codec` and `keep`: the same on all ranks. Raises ValueError, on all of them, if an open session has others.
         """
         key = self.key(url, over)
         for other in [other for other in self.loads if is_gone(other[1])]:
             del self.loads[other]
         gone = [other for other in self.sessions if is_gone(other[1])]
-        self._close_sessions(gone, LEFT_TIMEOUT)  # else what they have under way would be superseded
+        self._close_sessions(gone, LEFT_TIMEOUT)  # else their saves in flight would be superseded
         before, loads, origin = self.sessions.get(key), self.loads.get(key), None
         session = None if before is None or before.closed else before
         place = self._places.get(key) or (None if before is None else before.place)
@@ -139,10 +140,9 @@ class Registry:
         return session
 
     def _close_unused(self, key: Key) -> None:
-        """Before one is opened: of the others over its ranks, all but those that were used last. One stays where
-        somebody may still ask what became of a save, since a rank that does not commit would not hear of it any more.
-        Collective.
-        """
+        """Closes unused sessions before another is opened: of the others over its ranks, all but the most recently
+        used. A session stays open while somebody may still ask what became of a save: a rank that does not commit would
+        no longer hear of it. Collective."""
         others = [other for other in self.sessions if other[1] == key[1] and other != key]
         for other in others[: max(len(others) + 1 - MAX_OPEN, 0)]:
             session = self.sessions[other]
@@ -153,7 +153,7 @@ class Registry:
                 self._close_sessions([other], SAVE_DEADLINE)
 
     def newest_step(self, url: str, over: dist.ProcessGroup | None) -> int | None:
-        """The last step that this process saved to a root; None where it has saved none."""
+        """Returns the last step that this process saved to a root; None if it has saved none."""
         key = self.key(url, over)
         if key in self._places:
             return self._places[key].step
@@ -169,22 +169,22 @@ class Registry:
             self._places[key] = session.place
 
     def begin_again(self, url: str, over: dist.ProcessGroup | None) -> None:
-        """The next save to a root begins a new generation. Collective; waits for saves in flight."""
+        """Makes the next save to a root begin a new generation. Collective; waits for saves in flight."""
         session = self.sessions.pop(self.key(url, over), None)
         self._places.pop(self.key(url, over), None)
         if session is not None and not session.closed:
             session.close(SAVE_DEADLINE, clean=True)
 
     def note_load(self, url: str, over: dist.ProcessGroup | None) -> Loads:
-        """The loads from a root since the last save to it; the caller adds to them."""
+        """Returns the loads from a root since the last save to it; the caller adds to them."""
         return self.loads.setdefault(self.key(url, over), Loads())
 
     def take_loads(self, url: str, over: dist.ProcessGroup | None) -> Loads:
-        """The loads from a root since the last save to it; forgotten here."""
+        """Returns the loads from a root since the last save to it, and forgets them."""
         return self.loads.pop(self.key(url, over), Loads())
 
     def close(self) -> None:
-        """Waits until all that is under way is committed, and lets go."""
+        """Waits until all saves in flight are committed, and closes everything."""
         self._close_sessions([*self.sessions], SAVE_DEADLINE)
         self._close_groups([*self.groups])
 
@@ -200,7 +200,8 @@ class Registry:
             self.groups.pop(key).close()
 
     def begin_in_child(self) -> None:
-        """A forked process begins without any: its parent's are neither its own to use nor to close."""
+        """Forgets everything in a forked process: its parent's groups and sessions are neither its own to use nor to
+        close."""
         self._left_alone.append((*self.groups.values(), *self.sessions.values(), *self.keepers))
         for kept in (self.groups, self.sessions, self._places, self.loads, self.keepers):
             kept.clear()
@@ -220,11 +221,12 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 def gone_back_to(
     group: Group, loads: Loads, place: SaveId | None, state: Mapping[str, object], step: int
 ) -> SaveId | None:
-    """The earlier save from which this one goes on; None where it comes behind `place`. Collective. `place`: see
-    `Session.place`, of the session that was there last, though it may be closed by now.
+    """Returns the earlier save from which this one goes on; None if it comes after `place`. Collective. `place`: see
+    `Session.place`, of the last session, which may be closed by now.
 
-    That is the step that was loaded into the state that is saved now. A state that was not loaded into goes on from the
-    process's last load before its first save, or before it saves an older step: the state may be a copy of that.
+    That save is the step that was loaded into the state that is saved now. A state that was not loaded into goes on
+    from the process's last load before its first save, or before it saves an older step: the state may be a copy of
+    what was loaded.
     """
 
     def found() -> tuple[str, SaveId | None]:

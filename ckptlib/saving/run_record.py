@@ -1,7 +1,7 @@
 """The record of a run in its generation: the user's config, the command line and the git revision of the program.
 
-Only on request, of bounded size, and without values that look like secrets: anybody who can list a root can read it.
-Git is asked without hooks, prompts or locks, and not for long; where it has no answer, nothing is recorded of it.
+It is made only on request, is of bounded size, and lacks values that look like secrets: anybody who can list a root can
+read it. Git is asked without hooks, prompts or locks, and not for long; if it has no answer, none is recorded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ckptlib.format.values import Json, encode
 log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 64 * 1024
-"""As JSON: `ckptlib ls` reads the records of all generations."""
+"""The most bytes of a config as JSON: `ckptlib ls` reads the records of all generations."""
 
 MAX_ARGV_BYTES = 16 * 1024
 
 GIT_S = 5.0
-"""In all; an answer takes some 10 ms."""
+"""The most seconds for git, in all; an answer takes some 10 ms."""
 
 HIDDEN = "(hidden)"
 
@@ -37,7 +37,7 @@ _SECRETS = re.compile(
 """Names whose values are secrets, whatever these are."""
 _TOKENS = re.compile(r"token$", re.IGNORECASE)
 _NO_SECRET = re.compile(r"[<\[].*[>\]]|.{0,7}", re.DOTALL)
-"""What a token is that is none: a `pad_token` of <pad>, [PAD] or !."""
+"""Values of tokens that are no secrets: a `pad_token` of <pad>, [PAD] or !."""
 _KNOWN = re.compile(
     r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|://[^/@\s:]*:[^/@\s]+@"
 )
@@ -45,7 +45,8 @@ _KNOWN = re.compile(
 
 
 def encode_config(config: Mapping[str, object]) -> Json:
-    """As JSON, with secrets hidden. Raises TypeError, UnsupportedState, or ValueError for one that is too large."""
+    """Encodes a config as JSON, with secrets hidden. Raises TypeError, UnsupportedState, or ValueError if it is too
+    large."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config={repr(config)[:80]}: expected a dict, such as dict(vars(args))")
     hidden: list[str] = []
@@ -61,7 +62,8 @@ def encode_config(config: Mapping[str, object]) -> Json:
 
 
 def run_record(config: Json, code: bool) -> dict[str, Json]:
-    """Of this process. `config`: encoded, None for none. `code`: also its command line, and the program's revision."""
+    """Returns the record of this process. `config`: encoded, None for none. `code`: adds its command line, and the
+    program's revision."""
     found: dict[str, Json] = {} if config is None else {"config": config}
     if code:
         program = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -91,7 +93,7 @@ def _argv(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_secrets(value: object, where: str, hidden: list[str]) -> object:
-    """The same, with dicts, lists and tuples made anew."""
+    """Returns the value without secrets, with dicts, lists and tuples made anew."""
     if isinstance(value, Mapping):
         return {
             key: _hide(str(key), inner, f"{where}.{key}", hidden)
@@ -123,7 +125,8 @@ def _warn(hidden: Sequence[str]) -> None:
 
 
 def revision(directory: Path) -> Json:
-    """The commit that is checked out there, and whether tracked files differ from it; None where git does not say."""
+    """Returns the commit that is checked out there, and whether tracked files differ from it; None if git does not
+    say."""
     deadline = time.monotonic() + GIT_S
     commit = _git(directory, deadline, "rev-parse", "--verify", "HEAD")
     if commit is None or re.fullmatch("[0-9a-f]{40,64}", commit.strip()) is None:
@@ -133,7 +136,7 @@ def revision(directory: Path) -> Json:
 
 
 def _git(directory: Path, deadline: float, *arguments: str) -> str | None:
-    """Its output; None where it fails, is not there, or takes too long. It is left running then."""
+    """Returns git's output; None if it fails, is not there, or takes too long, when it is killed."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

@@ -58,20 +58,20 @@ from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe
 
 WHOLE_EVERY = 20
-"""Every so many saves, all replicated tensors are digested whole, those of optimizers too."""
+"""After this many saves, all replicated tensors are digested whole, those of optimizers too."""
 
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
-"""Of this process. What is dropped without `close` leaves its writer as a killed process does."""
+"""This process's open sessions. One that is dropped without `close` leaves its writer as a killed process does."""
 
 
 def not_closed(url: str) -> list[Session]:
-    """Those that this process saves to a root with."""
+    """Returns the open sessions with which this process saves to a root."""
     return [session for session in _open if session.settings.url == url and not session.closed]
 
 
 class Session:
-    """Opened by all ranks together; closed by each."""
+    """One process's hold on one root. All ranks open it together; each closes its own."""
 
     def __init__(
         self,
@@ -81,9 +81,10 @@ class Session:
         on_event: Callable[[Event], object] | None = None,
         alone: bool = False,
     ) -> None:
-        """Collective. Raises on all ranks where one finds something wrong with the store, or `kind` raises.
+        """Opens the session. Collective. Raises on all ranks if one finds something wrong with the store, or `kind`
+        raises.
 
-        `kind`: describes the boxes that this rank holds; see `kind_of`. Asked for where there are peers. `on_event`: of
+        `kind`: describes the boxes that this rank holds; see `kind_of`. Called only if there are peers. `on_event`: of
         this rank alone; see `listener`. `alone`: this process is the whole job, whatever torch.distributed knows of.
         """
         check_platform()
@@ -93,7 +94,7 @@ class Session:
         self.settings = settings
         self.over = None if alone else group_or_world(over)
         self.group: Group = SoloGroup() if alone else group_of(over, settings.timeout)
-        with ExitStack() as opened:  # who catches what is raised here may go on, and open another one
+        with ExitStack() as opened:  # a caller that catches the error may go on, and open another session
             opened.callback(self.group.close)
             opened.callback(self.stopwatch.let_go)
             self.store = BoundedStore(open_store(settings.url, settings.options), settings.timeout.total_seconds() / 2)
@@ -111,7 +112,7 @@ class Session:
             opened.pop_all()
 
     def _open_root(self, kind: Callable[[], str]) -> None:
-        """What needs the store alone. Collective."""
+        """Opens what needs the store alone. Collective."""
         settings = self.settings
         self.catalog = Catalog(self.store)
         peers, local = settings.peers, settings.local
@@ -148,33 +149,34 @@ class Session:
         self.lineage.placement = None if peers is None else agree_placement(self.group, peers, kind)
 
     def _assemble(self, on_event: Callable[[Event], object] | None) -> None:
-        """What needs the slots and the writer. Collective."""
+        """Makes what needs the slots and the writer. Collective."""
         settings, peers, local = self.settings, self.settings.peers, self.settings.local
         self.stager = Stager(self._on_sealed, self._on_begun, spare=peers is not None and peers.memory == DEVICE)
         self.snapshots.may_begin = lambda: self.stager.ready
         self.listener = Listener(on_event)
-        """To be told of events at any time, and to `deliver` them where the training can wait."""
+        """Takes events at any time, and delivers them where training can wait."""
         self.snapshots.tell = self.listener.tell
         self.memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)
         self._num_saves = 0
         self._sequence = 0
-        """Of the last slot that was filled; 0: none was."""
+        """The sequence number of the last slot that was filled; 0 if there is none."""
         self._to_persist: dict[SaveId, tuple[bool, bool]] = {}
-        """Snapshots that the writer is told of as soon as they are ready, whether they are drained then, and whether it
-        puts their layout."""
+        """Snapshots that the writer is told of as soon as they are ready: whether each is drained then, and whether
+        this rank puts its layout."""
         self.given_up: int | None = None
         """The last step whose save this rank gave up alone."""
         self.left_out: int | None = None
-        """The last step whose snapshot, saved or not, the other ranks began without this one."""
+        """The last step whose snapshot the other ranks began without this one, whether it is saved or not."""
         self.newest_step = -1
-        """That was given to be persisted; -1 before there is one."""
+        """The newest step that is to be persisted; -1 before there is one."""
         self.passed_step = -1
-        """The last step that a session before this one saved, which nobody went back from; -1: there was none."""
+        """The last step that an earlier session of this process saved, and from which nobody went back; -1 if there is
+        none."""
         self.follows: SaveId | None = None
-        """What the first save comes behind, where that is known of this process: its last save, by a session that this
-        one has replaced, or an earlier save that it went back to."""
+        """The save that the first one comes after, if this process knows it: its last save, by a session that this one
+        has replaced, or an earlier save that it went back to."""
         self.closed = False
         self.owner = Owner(settings.url)
         notices = notices_over(self.over, f"{self.root.id}/{self.generation}", settings.timeout)
@@ -195,7 +197,8 @@ class Session:
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
 
     def _start_threads(self) -> None:
-        """Before the training begins: later it goes on where the system has no thread more. Raises SaveFailed."""
+        """Starts the threads before training begins, which later goes on even if the system has no more threads. Raises
+        SaveFailed."""
         try:
             self.stager.start()
             if self.snapshots.replicator is not None:
@@ -208,18 +211,19 @@ class Session:
 
     @property
     def place(self) -> SaveId | None:
-        """What the next save comes behind; None: no save of this process, nor any that it went back to."""
+        """The save that the next one comes after; None if this process has saved none, nor gone back to any."""
         return self.follows if self.newest_step < 0 else SaveId(self.newest_step, self.generation)
 
     @property
     def others(self) -> list[Session]:
-        """Those of the same root that this process has not closed."""
+        """Other sessions of the same root that this process has not closed."""
         return [other for other in _open if other is not self and other.root.id == self.root.id and not other.closed]
 
     # What a save asks for, in this order; see `checkpoint.save_step`
 
     def next_save(self, step: int) -> SaveId:
-        """Raises ValueError where steps do not ascend, TypeError for a value that is no step."""
+        """Returns the id of the next save. Raises ValueError if steps do not increase, TypeError for a value that is no
+        step."""
         step = keys.checked_step(step)
         newest = max(self.newest_step, self.passed_step)
         if step <= newest:
@@ -230,7 +234,7 @@ class Session:
         return SaveId(step, self.generation)
 
     def count_save(self) -> int:
-        """The number of the save that begins now; the same on all ranks."""
+        """Returns the number of the save that begins now; the same on all ranks."""
         self._num_saves += 1
         return self._num_saves
 
@@ -241,10 +245,11 @@ class Session:
         owners: Mapping[int, torch.optim.Optimizer] = NO_OWNERS,
         generators: LoadedRng | None = None,
     ) -> tuple[Flat, dict[str, values.Json]]:
-        """The state, flattened, with the random generators; and the metrics.
+        """Returns the flattened state, with the random generators, and the encoded metrics.
 
-        `generators`: what was put back, which is saved instead of what a `state_dict()` has drawn since.
-        A flat state is saved as it is: an importer made it, and the generators of this process have no part in it.
+        `generators`: the generator states that were restored; they are saved in place of what a `state_dict()` has
+        drawn since. A flat state is saved as it is: an importer made it, and this process's generators have no part in
+        it.
         """
         if self.store_state.superseded is not None:
             raise self.store_state.superseded
@@ -255,12 +260,12 @@ class Session:
         return flatten(whole_state(state, PerRank(self._rng)), self.memo, owners), encoded
 
     def is_exempt(self, step: int) -> bool:
-        """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""
+        """Returns whether `Keep(exempt=)` says that the step stays for good. Only rank 0 asks."""
         keep = self.settings.keep
         return self.group.rank == 0 and keep is not None and keep.is_exempt(step)
 
     def give_up(self, save: SaveId, number: int, to_store: bool, drains: bool, reason: str) -> None:
-        """This rank alone has no snapshot: the others are told, and all compare before the next one."""
+        """Gives up a save on this rank alone: the others are told, and all compare before the next one."""
         self.left_out = save.step
         if to_store:
             self.given_up = save.step
@@ -272,7 +277,7 @@ class Session:
         self.planner.must_compare = True
 
     def forget_tensors(self) -> None:
-        """Waits until nothing is copied, on devices too, and keeps no tensor of the state. Main thread. Raises
+        """Waits until no copy runs, on devices either, and drops every tensor of the state. Main thread. Raises
         WaitTimeout."""
         if self.owner.here:  # a forked child has none of the threads that copy
             with self.outcomes.turn:
@@ -283,14 +288,14 @@ class Session:
         self.memo = Memo()
 
     def header_of(self, save: SaveId, number: int, plan: Plan) -> SlotHeader:
-        """Of a slot that is filled now, without documents."""
+        """Returns the header of a slot that is filled now, without documents."""
         self._sequence += 2
         rank, size = self.group.rank, self.group.size
         return SlotHeader(self.root.id, save, rank, size, number, self._sequence, plan.body_nbytes, {})
 
     def expect(self, save: SaveId, drains: bool, puts_layout: bool) -> None:
-        """The writer is to persist this one as soon as it is sealed. `drains`: and to drain it, with a local tier.
-        `puts_layout`: and to put its layout; else another rank does."""
+        """Has the writer persist this save as soon as it is sealed. `drains`: and drain it, with a local tier.
+        `puts_layout`: and put its layout; else another rank does."""
         self.writer.expect(save, drains)
         self.tier.expect(save.step)
         self._to_persist[save] = drains, puts_layout
@@ -299,7 +304,7 @@ class Session:
     def local_replicas(
         self, save: SaveId, number: int, leaves: list[Leaf], plan: Plan, overlap: Overlap
     ) -> list[CopyJob]:
-        """The shards of other ranks' replicas that this rank has, too, and copies itself."""
+        """Returns the copies of shards of other ranks' replicas that this rank has, too, and copies itself."""
 
         def find(rank: int, table: Table) -> tuple[list[CopySource], tuple[int, ...]] | None:
             alike = self.planner.alike(rank, table, plan)
@@ -310,7 +315,7 @@ class Session:
         return self.snapshots.local_replicas(save, number, find)
 
     def read_shared(self, leaves: list[Leaf], plan: Plan, overlap: Overlap, number: int) -> Reading | None:
-        """Digests of replicated shards: ranks vote on them after the snapshot."""
+        """Starts digests of replicated shards, on which ranks vote after the snapshot; None for a single rank."""
         if self.group.size == 1:
             return None
         digests = self.planner.digests(leaves, plan, overlap)
@@ -335,9 +340,10 @@ class Session:
             self.writer.void(save, describe(staging.error), drains)
 
     def close(self, timeout: timedelta, clean: bool) -> None:
-        """Closes. `clean`: the writer finishes its saves, and the slots are removed; else it finishes alone.
+        """Closes the session. `clean`: the writer finishes its saves, and the slots are removed; else it finishes
+        alone.
 
-        In a forked child it does nothing: everything belongs to the parent.
+        Does nothing in a forked child: everything belongs to the parent.
         """
         self.closed = True
         if not self.owner.here:
@@ -351,11 +357,11 @@ class Session:
             self.outcomes.poll()
             if clean:
                 self.outcomes.close(timeout)
-                if self._sequence:  # else what the job before left in memory may be all that there is of its last step
+                if self._sequence:  # else the slots of the job before may be all that there is of its last step
                     self.snapshots.arena.others.reclaim()
             else:
                 self._leave_writer()
-        except BaseException:  # it reads the slots still, and finishes alone
+        except BaseException:  # the writer still reads the slots, and finishes alone
             clean = False
             self._leave_writer()
             raise
@@ -368,7 +374,7 @@ class Session:
             self.listener.deliver()
 
     def _leave_writer(self) -> None:
-        """It finishes alone, and removes the slots: one that it is not told of would stay."""
+        """Leaves the writer to finish alone and remove the slots. A slot that it is not told of would stay."""
         try:
             self.snapshots.arena.await_made()
         finally:

@@ -19,24 +19,25 @@ from ckptlib.policy.tier import LocalTier
 from ckptlib.writer.channel import PROTOCOL
 
 TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for one another inside a collective; torch's own default for gloo is 30 minutes."""
+"""How long ranks wait for one another inside a collective; torch's default for gloo is 30 minutes."""
 
 SAVE_DEADLINE = timedelta(hours=1)
 
 MAX_OUTAGE = timedelta(minutes=30)
-"""Longer than a store is away for a restart of its own or a change of credentials."""
+"""How long saves may fail: longer than a store is away for a restart or a change of credentials."""
 
 REFRESH = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """Of a save that a later process may go on with, should this one be killed."""
+    """Settings of a save that a later process may go on with, should this one be killed."""
 
     pack_nbytes: int
-    """Of a pack, at most: what is lost of one that is not finished."""
+    """The most bytes of a pack: at most this much of an unfinished one is lost."""
     generation: GenerationId | None
-    """In which an earlier process began the save, and did not commit it: this one goes on. None: it is new."""
+    """The generation in which an earlier process began the save and did not commit it, which this one continues; None
+    for a new one."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Settings:
 
     url: str
     options: Mapping[str, object] = field(default_factory=dict)
-    """For fsspec's filesystem."""
+    """Options for fsspec's filesystem."""
     timeout: timedelta = TIMEOUT
     """How long ranks wait for one another."""
     save_deadline: timedelta = SAVE_DEADLINE
-    """After which a save that is not committed never will be; the root's own counts where there is one."""
+    """How long after its start a save may still be committed; an existing root's own value counts instead."""
     max_outage: timedelta = MAX_OUTAGE
     """How long saves may fail, one after the other, before the training ends."""
     algorithm: str = XXH3
@@ -58,22 +59,22 @@ class Settings:
     codec: CodecRules = field(default_factory=CodecRules)
     """The codec of each tensor's chunks."""
     refresh: timedelta = REFRESH
-    """A chunk that has not changed for longer is written again."""
+    """How old an unchanged chunk may become before it is written again."""
     tags: Mapping[str, str] = field(default_factory=dict)
     config: Json = None
-    """The user's, encoded; None: none is recorded."""
+    """The user's config, encoded; None to record none."""
     record_code: bool = False
     peers: Peers | None = None
-    """None: snapshots serve storage only."""
+    """None if snapshots serve storage only."""
     local: LocalTier | None = None
-    """None: saves go to the store at once."""
+    """None if saves go to the store at once."""
     must_resume: bool = False
-    """The run has steps: where none is found, it does not begin anew."""
+    """The run must have steps: if none is found, it does not begin anew."""
     resumable: Resumable | None = None
-    """Of an import: its one save."""
+    """The one save of an import."""
 
     def __post_init__(self) -> None:
-        """Before anything is made: a root keeps its algorithm for ever."""
+        """Checks the settings before anything is made: a root keeps its algorithm for ever."""
         if self.url.startswith("memory://"):
             raise SaveFailed(
                 f"{self.url} is memory of this process, and another process writes what is saved, so nothing can be "
@@ -109,7 +110,7 @@ class Settings:
             raise ValueError(f"max_outage={self.max_outage!r}: expected a time, such as timedelta(minutes=30), or none")
 
     def for_writer(self, rank: int, world_size: int, root: Root) -> dict[str, object]:
-        """The order that a rank's writer begins with. `root`: as the job has opened it."""
+        """Returns the order that a rank's writer begins with. `root`: as the job has opened it."""
         return {
             "op": "setup",
             "protocol": PROTOCOL,

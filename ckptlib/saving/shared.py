@@ -1,6 +1,6 @@
-"""Replicated boxes of tensors, which one rank writes for all, and the proof that all hold the same.
+"""Replicated boxes of tensors, which one rank writes for all, and the proof that all ranks hold the same.
 
-Either a DTensor says so, or the ranks' agreement on plain tensors, or boxes cut by hand overlap.
+A box is replicated if a DTensor says so, if ranks agreed so on a plain tensor, or if boxes cut by hand overlap.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from ckptlib.state.leaf import Leaf
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One box that this rank holds, and others too."""
+    """One box that this rank and others hold."""
 
     ranks: tuple[int, ...]
-    """All that hold it, ascending."""
+    """All ranks that hold it, ascending."""
     leaf: int
     piece: int
     region: Box
     """In the tensor's global coordinates: the piece, or its overlap with those of others."""
 
     def tensor(self, leaves: Sequence[Leaf]) -> torch.Tensor:
-        """This rank's, as a view of the region's shape; detached."""
+        """Returns this rank's data, as a detached view of the region's shape."""
         box, tensor = leaves[self.leaf].pieces[self.piece]
         return tensor.detach() if box == self.region else within(self.region, box, tensor)
 
 
 def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[Shared, ...]:
-    """In the same order on all ranks that hold them, those of the same ranks one behind the other."""
+    """Returns the boxes that this rank shares, in the same order on all ranks that hold them. Those of the same ranks
+    follow each other."""
     ranks: dict[int, tuple[int, ...]] = {}
     found: list[tuple[tuple[int, ...], str, Shared]] = []
     for i, leaf in enumerate(leaves):
@@ -50,7 +51,7 @@ def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[
             continue
         holders = agreement.holders.get(leaf.name)
         if holders is None:
-            if id(holding) not in ranks:  # plain tensors have few between them, and there may be thousands
+            if id(holding) not in ranks:  # thousands of plain tensors share few holdings
                 ranks[id(holding)] = holders_of(holding, rank)
             those = ranks[id(holding)]
         else:
@@ -65,9 +66,10 @@ def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[
 
 
 def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> None:
-    """Compares DTensors that several ranks hold, whole. Collective; one small sum where all are alike.
+    """Compares whole DTensors that several ranks hold. Collective; one small sum if all are alike.
 
-    Other replicas were compared when the ranks agreed on them. Raises ReplicasDiffer that names the tensors, on all.
+    Other replicas were compared when the ranks agreed on them. Raises ReplicasDiffer, which names the tensors, on all
+    ranks.
     """
     if group.size == 1:
         return

@@ -1,7 +1,7 @@
 """This rank's snapshots in memory: those in flight, those it holds, and those that all ranks are known to hold.
 
-Which slot may be overwritten, and whether peers are connected anew, follows from what all ranks said of themselves.
-Main thread only.
+What all ranks tell of themselves decides which slot may be overwritten, and whether peers are connected anew. Main
+thread only.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ckptlib.staging.stager import COPY_TIMEOUT_S, CopyJob, Staging
 log = logging.getLogger(__name__)
 
 RECLAIM_EVERY_S = 1.0
-"""How often a job looks whether the writers of the one before have let go of its slots."""
+"""How often a job checks whether the writers of the job before have let go of its slots."""
 
 NUM_SLOTS_WITH_PEERS = 3
-"""At every step: one that all ranks hold, one on its way to them, one that is begun. A holder has as many for a rank's
-replicas, also where the rank itself has one more: see `make_room`."""
+"""With a snapshot at every step: one that all ranks hold, one on its way to them, and one that is begun. A holder has
+as many for a rank's replicas, even if the rank itself has one more: see `make_room`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A snapshot whose end is not known yet."""
+    """A snapshot whose outcome is not known yet."""
 
     step: int
     staging: Staging | None
-    """None: it failed on this rank before anything was copied."""
+    """None if it failed on this rank before anything was copied."""
     persists: bool
-    """Whether it goes to the store; else it is for memory only."""
+    """Whether it goes to the store; if not, it is for memory only."""
     replicas: ReplicaOutcome | None
-    """Of its replicas; None: there are to be none."""
+    """The outcome of its replicas; None if there are to be none."""
 
     @property
     def settled(self) -> bool:
@@ -69,7 +69,7 @@ class Snapshots:
         replicator: Replicator | None,
         on_held: Callable[[int], None],
     ) -> None:
-        """`on_held` is told of each step that all ranks hold by now, where snapshots have replicas."""
+        """`on_held` is called with each step that all ranks hold by now, if snapshots have replicas."""
         self._root_id = root_id
         self.arena = arena
         self.placement = placement
@@ -77,27 +77,27 @@ class Snapshots:
         self._on_held = on_held
         self._unsettled: deque[Begun] = deque()
         self._on_the_way: deque[int] = deque()
-        """Steps whose snapshots have not come to their end on all ranks, as far as this one knows."""
+        """Steps whose snapshots have not ended on all ranks, as far as this one knows."""
         self._persisting: dict[str, Slot] = {}
-        """By save: slots that the writer reads."""
+        """Slots that the writer reads, by save."""
         self.own = HeldSteps()
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
         self._trained = 0
-        """The step that the training is at."""
+        """The step that training is at."""
         self._untrained: int | None = None
-        """The step that it began at; None: it has not."""
+        """The step that training began at; None if it has not begun."""
         self._settled_by_all = NONE
         self._voided: set[int] = set()
-        """Steps whose snapshots all ranks hold, and found to differ."""
+        """Steps whose snapshots all ranks hold, and that were found to differ."""
         self._sent: ReplicaOutcome | None = None
-        """Of the newest snapshot that has come to its end."""
+        """The replicas of the newest snapshot that has ended."""
         self._reclaim_at: float | None = None
-        """When slots of the job before are looked for again; None: not yet, or no more."""
+        """When to look again for slots of the job before; None: not yet, or no more."""
         self._unkept = False
-        """Whether the last snapshot for memory only failed, and that was told."""
+        """Whether the last snapshot for memory only failed, and that was reported."""
         self.may_begin: Callable[[], bool] = lambda: True
-        """Whether there is all that a snapshot needs beside a slot."""
+        """Returns whether everything that a snapshot needs beside a slot is there."""
         self.tell: Callable[[Event], None] = lambda event: None
         """Called with each event of a snapshot."""
         self._torn: Begun | None = None
@@ -105,22 +105,22 @@ class Snapshots:
     # Snapshots
 
     def take_slot(self, nbytes: int) -> Slot:
-        """For a snapshot; the caller knows that there is one. Raises NoRoom."""
+        """Takes a slot for a snapshot; the caller knows that there is one. Raises NoRoom."""
         slot = self.arena.take(nbytes, self.held_by_all, self._in_use())
-        if slot is None:  # a writer that was killed, and that the kernel does not let go of
+        if slot is None:  # a writer was killed, and the kernel does not release it
             raise NoRoom("every slot is still open in a writer that does not end: a disk below the store hangs")
         return slot
 
     def local_replicas(self, save: SaveId, number: int, find: FindAlike) -> list[CopyJob]:
-        """The shards of replicas that this rank has itself, and copies; see `begin`."""
+        """Returns copies of the shards of replicas that this rank has itself; see `begin`."""
         return [] if self.replicator is None else self.replicator.local_replicas(self._round(save, number), find)
 
     def begin(
         self, save: SaveId, number: int, staging: Staging | None, persists: bool, local_replicas: Sequence[CopyJob] = ()
     ) -> None:
-        """A snapshot was begun on all ranks, or failed at once on this one: `staging` is None then.
+        """Notes a snapshot that was begun on all ranks, or failed at once on this one: then `staging` is None.
 
-        number: see `SlotHeader.number`. `local_replicas`: copied with it.
+        `number`: see `SlotHeader.number`. `local_replicas`: the copies that are made with it.
         """
         replicas = None
         if self.replicator is not None:
@@ -134,7 +134,7 @@ class Snapshots:
         return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all, frozenset(self._voided))
 
     def released(self, save: str) -> None:
-        """The writer reads the slot of this save no more.
+        """Notes that the writer no longer reads the slot of this save.
 
         Only jobs with peers restore from such a slot; otherwise the next snapshot may reuse it immediately, so that a
         loop that waits for each save needs no second slot, whose pages would cost more than the save.
@@ -144,7 +144,7 @@ class Snapshots:
             self.arena.mark_void(slot)
 
     def poll(self) -> None:
-        """Takes note of the snapshots that have come to their end."""
+        """Notes the snapshots that have ended."""
         while self._unsettled and self._unsettled[0].settled:
             begun = self._unsettled.popleft()
             self._sent = begun.replicas
@@ -161,7 +161,7 @@ class Snapshots:
                     self.tell_unkept(begun.step, begun.staging.error)
 
     def tell_unkept(self, step: int, error: Exception) -> None:
-        """A snapshot for memory only failed on this rank; that alone ends no job."""
+        """Reports that a snapshot for memory only failed on this rank; that alone ends no job."""
         self.tell(Failed(step, error, tier="memory"))
         if not self._unkept:
             self._unkept = True
@@ -174,21 +174,21 @@ class Snapshots:
                 begun.staging.wait_done(COPY_TIMEOUT_S)
 
     def take_torn(self) -> Begun | None:
-        """The last snapshot that was found torn since this was last asked."""
+        """Returns the last snapshot that was found torn since the last call."""
         torn, self._torn = self._torn, None
         return torn
 
     def make_room(self) -> None:
-        """A snapshot was due, and some rank had no slot for it.
+        """Adds a slot if one is missing: a snapshot was due, and some rank had no slot for it.
 
-        With peers three are enough for one at every step (held by all, in flight, begun) until the writer keeps one: a
-        rank whose writer takes longer than the time between snapshots gets a fourth.
+        With peers, three slots are enough for a snapshot at every step (held by all, in flight, begun) until the writer
+        keeps one: a rank whose writer takes longer than the time between snapshots gets a fourth.
         """
         if self.replicator is not None and self.persisting:
             self.arena.grow()
 
     def _in_use(self) -> list[Slot]:
-        """Those that are written, sent to a peer, compared with what is sent, or persisted."""
+        """Returns the slots that are being filled, sent to a peer, compared with what is sent, or persisted."""
         unsettled = [begun.staging.slot for begun in self._unsettled if begun.staging is not None]
         bases = [] if self.replicator is None else self.replicator.bases
         return [*self._persisting.values(), *unsettled, *bases]
@@ -199,7 +199,7 @@ class Snapshots:
 
     @property
     def persisting_saves(self) -> list[str]:
-        """Those whose slots the writer has yet to let go of, oldest first."""
+        """The saves whose slots the writer has yet to let go of, oldest first."""
         return list(self._persisting)
 
     @property
@@ -211,35 +211,37 @@ class Snapshots:
     def behind(self) -> bool:
         """Whether no further save should be taken until the writer has let go of a slot.
 
-        With peers: saves that queue up for a store that hangs would take one slot after the other, and nothing newer
-        would come into memory for as long as it hangs.
+        With peers, saves that queue up for a store that hangs would take one slot after the other, and memory would get
+        nothing newer for as long as it hangs.
         """
         return self.replicator is not None and self.persisting
 
     @property
     def settling(self) -> bool:
-        """Whether a snapshot has not come to its end."""
+        """Whether a snapshot has not ended."""
         return bool(self._unsettled)
 
     @property
     def settling_steps(self) -> list[int]:
-        """Those whose snapshots are being copied or sent to peers, oldest first."""
+        """Steps whose snapshots are being copied or sent to peers, oldest first."""
         return [begun.step for begun in self._unsettled]
 
     # What all ranks hold
 
     def note_trained(self, step: int) -> None:
-        """The training has done this step."""
+        """Notes that training has done this step."""
         self._trained = step
         self._untrained = step - 1 if self._untrained is None else self._untrained
 
     def void(self, step: int) -> None:
-        """The snapshot of `step` is worth nothing, though all ranks hold it; on all of them at the same time."""
+        """Notes that the snapshot of `step` is worth nothing, though all ranks hold it; on all of them at the same
+        time."""
         self._voided = {other for other in self._voided if other > self.held_by_all} | {step}
         self.own.void(step)
 
     def needs_held(self) -> int:
-        """The step that all ranks must hold before a slot is free, and one for replicas; see `Arena.needs_held`."""
+        """Returns the step that all ranks must hold before a slot is free, here and for replicas; see
+        `Arena.needs_held`."""
         if not self.may_begin():
             return NEVER
         needs = self.arena.needs_held(self._in_use())
@@ -249,11 +251,11 @@ class Snapshots:
         return needs
 
     def note_all(self, oldest_newest: int, latest_since: int, settled: int) -> None:
-        """Takes note of all ranks' words on their own snapshots: minimum, maximum and minimum over them.
+        """Takes in all ranks' words on their own snapshots: minimum, maximum and minimum over them.
 
         Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
-        slots, or no other snapshot could ever be taken. Before the record of the generation is there none counts. Where
-        all ranks hold the newest one settled, that stays, since it counts once the record is there.
+        slots, or no other snapshot could ever be taken. Before the generation's record is in the store, none counts as
+        held. If all ranks hold the newest settled step, it stays, since it counts once the record is there.
         """
         if oldest_newest == NONE and latest_since <= settled:
             settled -= 1
@@ -274,15 +276,15 @@ class Snapshots:
             self.arena.forget(self.held_by_all, settled)
 
     def keep_before(self, restored: SaveId | None, older: SaveId | None) -> None:
-        """Removes all that the jobs before have left in memory but these snapshots. They stay until all ranks hold one
-        of this job; the older one only while no slot lacks its room: else no other would ever be held."""
+        """Removes all that earlier jobs have left in memory but these snapshots. They stay until all ranks hold one of
+        this job; the older one only while no slot lacks its room: else no other would ever be held."""
         self.arena.others.reclaim(but=[*filter(None, (restored, older))])
         if older is not None:
             for arena in [self.arena, *([] if self.replicator is None else self.replicator.arenas)]:
                 arena.others.needed = restored
 
     def _reclaim(self) -> None:
-        """Removes the slots of the job before, which nobody needs any more; its writers may have some open for a while
+        """Removes the slots of the job before, which nobody needs any more. Its writers may keep some open for a while
         yet."""
         if self._reclaim_at is None or time.monotonic() < self._reclaim_at:
             return
@@ -291,7 +293,7 @@ class Snapshots:
 
     @property
     def coverage(self) -> Coverage | None:
-        """None without peers."""
+        """How well peers cover this rank's training; None without peers."""
         if self.placement is None or self.replicator is None:
             return None
         held = None if self.held_by_all == NONE else self.held_by_all
@@ -304,12 +306,12 @@ class Snapshots:
         return Coverage(held, lag, losses, linked, sent.sent, sent.coded, dict(sent.uncoded))
 
     def close(self, clean: bool) -> None:
-        """Lets go; `clean`: nothing stays in memory, else it is left to the next job."""
+        """Lets go of the slots. `clean`: nothing stays in memory; else all is left to the next job."""
         if self.replicator is not None:
             self.replicator.close(clean)
         self.arena.close(unlink=clean)
 
 
 def staged(staging: Staging) -> Staged:
-    """The event of a snapshot that is ready."""
+    """Returns the event of a snapshot that is ready."""
     return Staged(staging.step, staging.content.header.body_nbytes, staging.seconds, staging.fence_s)

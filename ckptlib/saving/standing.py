@@ -1,4 +1,4 @@
-"""How this rank stands: what it tells the others of its snapshots and links, and what it does by what they told."""
+"""What this rank tells the others of its snapshots and links, and how it acts on what they told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptlib.saving.session import Session
 
 
 def say(session: Session, word: Word) -> tuple[Word, Poll]:
-    """Completes this rank's word for the next step with what the session knows; and gives its votes."""
+    """Completes this rank's word for the next step with what the session knows, and returns its votes with it."""
     snapshots, outcomes = session.snapshots, session.outcomes
     word = session.tier.say(word, failed=outcomes.run.count > 0)._replace(
         agree=int(session.planner.must_compare),
@@ -32,16 +32,17 @@ def say(session: Session, word: Word) -> tuple[Word, Poll]:
         oldest_local=session.tier.own.newest,
         oldest_local_settled=session.tier.own.settled,
     )
-    return word, session.verdicts.poll()  # after `own` was asked: what is held has been voted upon
+    return word, session.verdicts.poll()  # after reading `own`: what is held has been voted on
 
 
 def _newest_held(session: Session) -> int:
-    """NONE before the record of the generation is in the store: no job could restore from the snapshot."""
+    """Returns the newest step that this rank holds; NONE before the generation's record is in the store, since no job
+    could restore from the snapshot."""
     return session.snapshots.own.newest if session.lineage.recorded or session.settings.peers is None else NONE
 
 
 def follow(session: Session, word: Word) -> None:
-    """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
+    """Acts on what all ranks said of their snapshots and links. Collective when links are mended."""
     session.snapshots.note_trained(word.step)
     session.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
     session.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled, bool(word.unrecorded))
@@ -51,10 +52,10 @@ def follow(session: Session, word: Word) -> None:
 def await_room(session: Session, timeout_s: float | None = None) -> None:
     """Returns when every rank has a slot for another snapshot. Collective. Main thread.
 
-    A snapshot that was begun and never let `go`, since whoever began it was interrupted, fails first: it would keep its
+    A snapshot that was begun and never let `go`, because the caller was interrupted, fails first: it would keep its
     slot for ever.
 
-    Raises WaitTimeout after `timeout_s`. The default is longer than the deadline of a save, whose slot is free then.
+    Raises WaitTimeout after `timeout_s`. The default is longer than the deadline of a save, by which its slot is free.
     """
     session.stager.fail_left()
     with session.stopwatch.stalled():
@@ -80,7 +81,7 @@ def _await_room(session: Session, timeout_s: float) -> None:
 
 
 def await_local(session: Session, pending: Pending) -> None:
-    """Returns when a save is on the disks of all ranks. Collective. Raises SaveFailed where it never will be, and
+    """Returns when a save is on the disks of all ranks. Collective. Raises SaveFailed if it never will be, and
     WaitTimeout."""
     group, deadline = session.group, time.monotonic() + 1.5 * session.root.save_deadline_s
 
@@ -99,7 +100,7 @@ def await_local(session: Session, pending: Pending) -> None:
 
 
 def _lacks_room(session: Session, deadline: float, timeout_s: float) -> bool:
-    """Whether there is no slot after a while."""
+    """Waits a while for a slot, and returns whether there is still none. Raises WaitTimeout after the deadline."""
     patience = time.monotonic() + session.group.patience_s
     snapshots, outcomes = session.snapshots, session.outcomes
     outcomes.poll()

@@ -1,4 +1,4 @@
-"""The standard streams of a process that was started without them, as daemons are."""
+"""Opens the standard streams of a process that was started without them, as daemons are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def fill_stdio() -> None:
-    """Opens what is closed of descriptors 0 to 2, on /dev/null.
+    """Opens those of descriptors 0 to 2 that are closed, on /dev/null.
 
-    Else a slot or the writer's channel would get their numbers: what C code prints would go there, and a writer would
-    have its own streams in the place of the channel.
+    Otherwise a slot or the writer's channel would get their numbers: output of C code would go there, and a writer
+    would have its own streams in place of the channel.
     """
     for fd in range(3):
         try:

@@ -1,4 +1,5 @@
-"""Metrics of the step that is under way, and whether the one that retention asks for ever comes. No ranks, no I/O."""
+"""Collects the metrics of the current step, and tells whether the metric that retention needs ever comes. No ranks, no
+I/O."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from ckptlib.policy.best import Best
 
 
 def check_metrics(metrics: object) -> None:
-    """Raises TypeError for what are none."""
+    """Raises TypeError if `metrics` are not a dict by name."""
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"metrics={repr(metrics)[:80]}: expected a dict by name, such as {{'val_loss': loss.item()}}")
 
 
 def encode_metrics(metrics: Mapping[str, object]) -> dict[str, Json]:
-    """Raises UnsupportedState for one that cannot be saved."""
+    """Encodes metrics. Raises UnsupportedState for one that cannot be saved."""
     try:
         return {name: values.encode(value, f"metrics[{name}]") for name, value in metrics.items()}
     except UnsupportedState as error:
@@ -32,25 +33,26 @@ class StepMetrics:
         """`best`: retention's rule for the best step, beside which it keeps the `keep_last` newest."""
         self._best = best
         self._left = keep_last + 1
-        """Saves that may still come without the metric before the first of them is dropped."""
+        """How many saves may still come without the metric before the first of them is dropped."""
         self._noted: dict[str, object] = {}
 
     def note(self, metrics: Mapping[str, object]) -> None:
-        """Raises UnsupportedState for a metric that cannot be saved, TypeError for what are no metrics."""
+        """Adds metrics of the current step. Raises UnsupportedState for one that cannot be saved, TypeError if they are
+        no metrics."""
         check_metrics(metrics)
         encode_metrics(metrics)
         self._noted.update(metrics)
 
     def of(self, given: Mapping[str, object] | None) -> Mapping[str, object] | None:
-        """All of the step; `given` with its save, which count where both tell one. None where there are none."""
+        """Returns all metrics of the step; None if there are none. `given` come with its save, and take precedence."""
         return {**self._noted, **(given or {})} or None
 
     def clear(self) -> None:
-        """Another step begins."""
+        """Forgets the metrics: another step begins."""
         self._noted.clear()
 
     def lacking(self, step: int, metrics: Mapping[str, object] | None) -> str | None:
-        """A warning, once, if no saved step so far, this one included, has had a number as the metric."""
+        """Returns a warning, once, if no saved step so far, this one included, has had a number as the metric."""
         if self._best is None or self._left <= 0:
             return None
         name = self._best.metric

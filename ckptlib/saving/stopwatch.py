@@ -1,7 +1,7 @@
-"""Measures where the training's time goes, step by step, and notes it where the writer finds it even if the trainer is
+"""Measures where training time goes, step by step, and notes it where the writer finds it even if the trainer is
 killed.
 
-A step costs some microseconds: numbers into a page that the writer process has mapped. No torch, no store.
+This costs a step some microseconds: numbers go into a page that the writer process has mapped. No torch, no store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptlib.format.values import Json
 
 
 class Stopwatch:
-    """One per session; main thread."""
+    """The stopwatch of one session; main thread."""
 
     def __init__(self) -> None:
         self._began, self._began_at = time.time(), time.monotonic()
@@ -26,9 +26,9 @@ class Stopwatch:
         self._stalled_s = 0.0
         self._fence_s = 0.0
         self._stalls = 0
-        """Calls of `stalled` that are open."""
+        """How many stalls are open."""
         self._stall_began = 0.0
-        """When the outermost of them was called."""
+        """When the outermost of them began."""
         self._num_saves = 0
         self._first: Mark | None = None
         self._last: Mark | None = None
@@ -42,7 +42,7 @@ class Stopwatch:
         self._page: memoryview | None = None
 
     def share(self) -> int | None:
-        """A file with the page, for the writer to inherit; None where the system has no memory for it."""
+        """Returns a file with the page, for the writer to inherit; None if the system has no memory for it."""
         try:
             self._fd = os.memfd_create("ckptlib-account")
             os.truncate(self._fd, PAGE_NBYTES)
@@ -52,7 +52,7 @@ class Stopwatch:
         return self._fd
 
     def restored(self, tier: str | None = None) -> None:
-        """The state is that of a step, which came from this tier; None: there was none."""
+        """Notes that the state is ready: a step was restored from this tier; None if there was none."""
         if self._first is None:
             self._tier = tier
             self._restoring_s = self._now
@@ -61,16 +61,16 @@ class Stopwatch:
             self._write(self._now)
 
     def note_interval(self, why: str) -> None:
-        """Saves are as frequent as they are from now on for this reason."""
+        """Notes why saves are as frequent as they are from now on."""
         self._why = why[:MAX_WHY]
 
     def note_measured(self, measured: dict[str, Json]) -> None:
-        """What saves were measured to cost so far, for the next start."""
+        """Notes what saves were measured to cost so far, for the next start."""
         self._measured = measured
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Around waits of the training."""
+        """Counts the time within as a wait of the training."""
         self._stall()
         try:
             yield
@@ -88,9 +88,9 @@ class Stopwatch:
         self._stalls = max(self._stalls - 1, 0)  # whoever was interrupted may not have come to count it
 
     def begin_step(self, step: int, fence_s: float) -> None:
-        """`after_step` tells that `step` steps are done. `fence_s`: waited at the fence so far.
+        """Notes that `step` steps are done; called by `after_step`. `fence_s`: seconds waited at the fence so far.
 
-        No context manager: it is a tenth of what a step costs that saves nothing.
+        Not a context manager: that would add a tenth to the cost of a step that saves nothing.
         """
         self._fence_s, self._trains = fence_s, True
         if self._first is None:
@@ -98,7 +98,7 @@ class Stopwatch:
         self._stall()
 
     def end_step(self, step: int, failed: bool) -> None:
-        """Training goes on, or ends with an error: the account of the step before counts then."""
+        """Notes that training goes on, or ends with an error: then the account of the step before counts."""
         now = self._now
         self._go_on(now)
         if not failed:
@@ -106,7 +106,7 @@ class Stopwatch:
             self._write(now)
 
     def snapshot(self, step: int) -> dict[str, Json]:
-        """The account for the manifest of a snapshot taken after `step` steps; None where no loop is seen."""
+        """Returns the account for the manifest of a snapshot taken after `step` steps; empty if no loop is seen."""
         if not self._trains:
             return {}
         self._num_saves += 1
@@ -120,13 +120,13 @@ class Stopwatch:
         return {**account, **why, **({"measured": self._measured} if self._measured else {})}
 
     def close(self, clean: bool) -> None:
-        """`clean`: the job came to its end, or was told to stop and saved."""
+        """Notes the end. `clean`: the job came to its end, or was told to stop and saved."""
         self._end = CLOSED if clean else DIED
         if self._trains:
             self._write(self._now)
 
     def let_go(self) -> None:
-        """Of the page; the writer has its own hold of it."""
+        """Lets go of the page; the writer has its own hold of it."""
         self._page = None
         if self._fd >= 0:
             os.close(self._fd)
@@ -137,7 +137,7 @@ class Stopwatch:
         return time.monotonic() - self._began_at
 
     def _mark(self, step: int, now: float) -> Mark:
-        """Inside of a stall, as it was when that began."""
+        """Returns a mark of the time up to now; inside of a stall, up to its beginning."""
         if self._stalls:
             now = self._stall_began
         stalled_s = self._stalled_s + self._fence_s

@@ -1,5 +1,5 @@
-"""The store, as this rank's writer tells of it: whether it has the generation's record, a newer job's, and what it does
-not answer."""
+"""The store, as this rank's writer reports it: whether it has the generation's record, or a newer job's, and which
+request it does not answer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ckptlib.writer.client import Writer
 log = logging.getLogger(__name__)
 
 TELL_OF_IT = ("ready", "waiting", "begun", "not-begun", "swept", "warned")
-"""The events of a writer that end no save."""
+"""The writer's events that end no save."""
 
 
 class StoreState:
-    """Of one rank; whoever calls takes in what the writer says."""
+    """The store's state as one rank knows it; the caller takes in what the writer says."""
 
     def __init__(self, writer: Writer, snapshots: Snapshots, lineage: Lineage, size: int) -> None:
-        """`size`: how many ranks save together."""
+        """`size`: the number of ranks that save together."""
         self._writer, self._snapshots, self._lineage, self._size = writer, snapshots, lineage, size
         self._told_waiting: str | None = None
-        """The save whose wait was logged."""
+        """The save whose wait was logged last."""
         self._told_unrecorded = False
         self.superseded: Superseded | None = None
-        """Why this job may save no more: a newer one has begun."""
+        """Why this job may save no more: a newer one has begun. None if it may."""
 
     def note(self, event: Mapping[str, object]) -> None:
-        """One of TELL_OF_IT."""
+        """Takes in one of the events in `TELL_OF_IT`."""
         kind = event["event"]
         if kind == "begun":
             self._lineage.note_recorded()
@@ -56,7 +56,7 @@ class StoreState:
             log.warning("%s; training goes on", self.waits_for())
 
     def waits_for(self) -> str:
-        """The reason that this rank's slots are busy, for messages."""
+        """Returns the reason why this rank's slots are busy, for messages."""
         waiting, steps = self._writer.waiting, [keys.parse_save(save).step for save in self._snapshots.persisting_saves]
         at = "nothing of this rank is being written, so it waits for other ranks"
         if self._size == 1:

@@ -1,4 +1,4 @@
-"""Intervals that follow from the cost of saves: each rank says which it needs, and all go by the longest."""
+"""Derives intervals from the cost of saves: each rank says which it needs, and all go by the longest."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Kind:
     """Saves to the store, or in memory: one rank's account of their cost, and the interval that all ranks keep."""
 
     name: str
-    """As in events: "store" or "memory"."""
+    """The kind's name in events: "store" or "memory"."""
     noun: str
     cadence: Cadence
     account: Account | None
-    """None: it keeps to no overhead."""
+    """None if it keeps to no overhead."""
     under_way: Callable[[], Collection[Hashable]]
-    """Those of this rank that have not come to their end."""
+    """Returns this rank's saves of this kind that have not ended."""
     said: tuple[int, str] = 0, ""
     """The interval that this rank said last, and why."""
 
     def say(self) -> tuple[int, int]:
-        """The interval that this rank needs, and whether it needs a wider one once; zeros for none."""
+        """Returns the interval that this rank needs, and whether it needs a wider one once; zeros for none."""
         if self.account is None:
             return 0, 0
         self.account.note_under_way(self.under_way())
@@ -50,7 +50,8 @@ class Kind:
         return tuner.interval, int(tuner.widens)
 
     def measured(self) -> Measured | None:
-        """For the next start. Where another rank needs a longer interval, a save costs more than here."""
+        """Returns measurements for the next start. If another rank needs a longer interval, a save costs more than
+        here."""
         found = None if self.account is None else self.account.tuner.measured
         if found is None or self.cadence.agreed is None:
             return None
@@ -80,7 +81,7 @@ class Tuning:
                 kind.account.tuner.remember(found[kind.name])
 
     def say(self) -> dict[str, int]:
-        """The fields of this rank's word that tell the intervals it needs."""
+        """Returns the fields of this rank's word that tell which intervals it needs."""
         store, memory = self._kinds
         interval, widen = store.say()
         fields = {"interval": interval, "widen": widen, "at_work": int(self._is_writing)}
@@ -112,7 +113,7 @@ class Tuning:
         kind.cadence.agree(interval, bool(widen))
 
     def _tell(self, kind: Kind, step: int, interval: int) -> None:
-        """A new interval, and why; by rank 0, though another rank may be the one that needs it."""
+        """Reports a new interval, and why; on rank 0, though another rank may be the one that needs it."""
         (own, why), before = kind.said, kind.cadence.agreed
         if own < interval:
             why = f"another rank needs it; rank 0 needs {own}, as {why}" if own else "another rank needs it"
@@ -123,7 +124,7 @@ class Tuning:
         self._session.listener.tell(IntervalChanged(step, interval, before, why, kind.name))
 
     def note_saved(self, to_store: bool) -> None:
-        """A snapshot begins at this step, and is saved to the store as well or not."""
+        """Notes that a snapshot begins at this step; `to_store`: whether it is saved to the store as well."""
         store, memory = self._kinds
         if self._session.group.rank == 0:
             measured = {kind.name: kind.measured() for kind in self._kinds if kind is not None}
@@ -135,7 +136,7 @@ class Tuning:
 
 
 def kinds_of(snapshots: Snapshots, due: DueSaves, store: Policy, memory: Policy | None) -> Kinds:
-    """The kinds of saves, each with its budget; memory: None without peers."""
+    """Returns the kinds of saves, each with its budget; `memory` is None without peers."""
     account = _account(store, snapshots=memory is not None)
     to_store = Kind("store", "save", due.store, account, lambda: snapshots.persisting_saves)
     if memory is None or due.memory is None:

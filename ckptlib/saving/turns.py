@@ -1,4 +1,4 @@
-"""From step to step: this rank's word for the next one, and all ranks' agreed word for this one."""
+"""Exchanges words from step to step: this rank's for the next step, and all ranks' agreed word for this one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ckptlib.saving.tuning import Tuning, kinds_of
 log = logging.getLogger(__name__)
 
 INTERVAL = "ckptlib.interval"
-"""The metric that says which interval was in force, where ranks keep to an overhead."""
+"""The metric that tells which interval was in force, if ranks keep to an overhead."""
 
 
 class Turns:
-    """Sends and takes in the words of one Checkpointer. Main thread."""
+    """Sends and receives the words of one Checkpointer. Main thread."""
 
     def __init__(
         self, session: Session, store: Policy, memory: Policy | None, preempted: Callable[[], bool] | None
@@ -38,21 +38,21 @@ class Turns:
         """The votes that went with the last word."""
         self.tuning = Tuning(session, kinds_of(session.snapshots, self.due, store, memory))
         self.profile = self.tuning.profile
-        """To be told when each `after_step` begins and ends."""
+        """Is told when each `after_step` begins and ends."""
         self._said = -1
         """The step that the last word is for."""
         self._left: int | None = None
-        """One that was interrupted before it came to its word."""
+        """A step whose `after_step` was interrupted before it took in its word."""
         self._preemption = None if preempted is None else Preemption(preempted)
-        self.stop = StopSignal(is_alone())  # last: who is interrupted before is stopped by SIGTERM as ever
+        self.stop = StopSignal(is_alone())  # last: if this is interrupted before, SIGTERM keeps its default effect
 
     @property
     def started(self) -> bool:
-        """Whether something was said for the next step."""
+        """Whether this rank has sent a word for the next step."""
         return self._beat.started
 
     def say(self, step: int) -> None:
-        """This rank's word for `step`, which comes next."""
+        """Sends this rank's word for `step`, which comes next."""
         due, self._said = self.due, step
         due.look_ahead(step, time.monotonic())
         word = Word(
@@ -70,11 +70,11 @@ class Turns:
 
     @property
     def _must_stop(self) -> bool:
-        """Whether this rank was told so."""
+        """Whether this rank was told to stop."""
         return self.stop.wanted or (self._preemption is not None and self._preemption.wanted)
 
     def agreed(self, step: int) -> Word:
-        """The agreed word for `step`. Raises AgreementFailed where ranks are at different ones."""
+        """Returns the agreed word for `step`. Raises AgreementFailed if ranks are at different steps."""
         self.stop.note_step()
         began = time.perf_counter()
         word = self._beat.agreed(step)
@@ -84,24 +84,24 @@ class Turns:
         return word
 
     def leave(self, step: int) -> None:
-        """The `after_step` of this one was interrupted, as by Ctrl-C."""
+        """Notes that the `after_step` of `step` was interrupted, as by Ctrl-C."""
         if self.started and self._said == step:
             self._left = step
 
     def catch_up(self, step: int) -> None:
-        """Before the word for `step`: the one for a step that was interrupted is not acted upon any more, but the other
+        """Takes in the word of an interrupted step, before that for `step`: it is no longer acted on, but the other
         ranks had it."""
         left, self._left = self._left, None
         if left is not None and left != step:
             self.agreed(left)
 
     def with_interval(self, metrics: Mapping[str, object] | None) -> Mapping[str, object] | None:
-        """The metrics of a save, and the interval that was in force, if ranks have agreed upon one."""
+        """Returns the metrics of a save, and the interval that was in force, if ranks have agreed on one."""
         interval = self.due.store.agreed
         return metrics if interval is None else {**(metrics or {}), INTERVAL: interval}
 
     def check(self, word: Word) -> None:
-        """Raises, on all ranks, where they agreed that the training must end."""
+        """Raises, on all ranks, if they agreed that training must end."""
         if word.stop:
             self.stop.heed()
         if word.superseded:
@@ -116,7 +116,7 @@ class Turns:
             )
 
     def tell_waiting(self) -> None:
-        """A save is due, and some rank has no slot for it: that is told once it has lasted for two intervals."""
+        """Warns that a save is due and some rank has no slot for it, once that has lasted for two intervals."""
         session = self._session
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
             log.warning(

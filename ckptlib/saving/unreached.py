@@ -1,4 +1,4 @@
-"""Patterns of `codec=` that decide for no tensor of any rank: most likely a name is misspelt."""
+"""Warns of patterns of `codec=` that decide for no tensor of any rank: most likely a name is misspelt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_unreached(group: Group, rules: CodecRules, layout: Layout, step: int) -> None:
-    """Rank 0 says which. Collective: another rank may have other tensors."""
+    """Has rank 0 log these patterns. Collective: another rank may have other tensors."""
     mine: set[str] = set()
     for tensor in layout.tensors:
         if len(mine) == len(rules.rules):
@@ -42,4 +42,4 @@ _WHY = {
     True: "it covers none that it may round (float32 moments of Adam's kind, which exist from the first step on; for "
     "bfloat16 also a tensor that it names in full), or an earlier pattern does",
 }
-"""By whether it is a lossy one."""
+"""The usual reason, by whether the codec is a lossy one."""

@@ -1,4 +1,4 @@
-"""Verdicts on snapshots that ranks did not compare before: alike, and kept; or not, and given up by all."""
+"""Verdicts on snapshots that ranks did not compare beforehand: alike and kept, or differing and given up by all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Verdicts:
-    """One per rank; all ranks come to the same ones at the same step. Main thread."""
+    """One rank's verdicts; all ranks come to the same ones at the same step. Main thread."""
 
     def __init__(
         self, group: Group, generation: GenerationId, planner: Planner, snapshots: Snapshots, outcomes: Outcomes
@@ -32,24 +32,24 @@ class Verdicts:
         self._outcomes = outcomes
         self._ballots = Ballots(group.size)
         self._compared = 0
-        """The number of the last save that the ranks compared before."""
+        """The number of the last save before which the ranks compared."""
         self._differing: list[Ballot] = []
-        """Given up, and nobody has taken note of it yet."""
+        """Snapshots given up, and not taken by `take_differing` yet."""
 
     def compared(self, number: int) -> None:
-        """All ranks compared their replicas before the save of this number."""
+        """Notes that all ranks compared their replicas before the save of this number."""
         self._compared = number
 
     def vote(self, save: SaveId, number: int, to_store: bool, staging: Staging | None, reading: Reading | None) -> None:
-        """The ranks find out with the next beats whether this snapshot is alike. `staging`: None where it failed."""
+        """Has the ranks find out, with the next beats, whether this snapshot is alike. `staging`: None if it failed."""
         self._ballots.begin(Ballot(save.step, number, to_store, staging, reading))
 
     def poll(self) -> Poll:
-        """This rank's votes."""
+        """Returns this rank's votes."""
         return self._ballots.poll()
 
     def conclude(self, poll: Poll, sums: Sequence[int]) -> None:
-        """Acts upon the verdicts. `sums`: of their votes in this poll."""
+        """Acts on the verdicts. `sums`: the votes of this poll, added over all ranks."""
         for verdict in self._ballots.conclude(poll, sums):
             ballot = verdict.ballot
             if verdict.alike and ballot.reading is not None:
@@ -58,16 +58,16 @@ class Verdicts:
                 self._give_up(ballot)
 
     def take_differing(self) -> list[Ballot]:
-        """Those given up since this was last asked."""
+        """Returns the snapshots given up since the last call."""
         differing, self._differing = self._differing, []
         return differing
 
     def _give_up(self, ballot: Ballot) -> None:
-        """The writers may put their parts still; nobody commits these."""
+        """Gives up a snapshot. The writers may still put their parts; nobody commits these."""
         self._snapshots.void(ballot.step)
         if ballot.persists:
             self._outcomes.tier.void(ballot.step)
-        if ballot.number > self._compared:  # else a later one is there already
+        if ballot.number > self._compared:  # else ranks have compared since
             self._planner.must_compare = True
             self._differing.append(ballot)
         error = ReplicasDiffer(
@@ -77,6 +77,6 @@ class Verdicts:
         untold = self._outcomes.forget(SaveId(ballot.step, self._generation), error)
         if self._group.rank != 0:
             self._outcomes.listener.tell(Voided(ballot.step, error))
-        elif untold or not ballot.persists:  # else the committer has told it
+        elif untold or not ballot.persists:  # else the committer has reported it
             self._outcomes.listener.tell(Voided(ballot.step, error))
             log.warning("%s; the next save compares all of it, and says which tensors differ", error)

@@ -13,11 +13,11 @@ from ckptlib.state.memo import Memo
 from ckptlib.state.visitor import are_scalars
 
 RNG = "@rng"
-"""Where the random generators are kept, beside the user's own names."""
+"""The name of the random generators' states, beside the user's own names."""
 
 
 def check_dict(state: object) -> Mapping[object, object]:
-    """Raises TypeError for a state that is no dict."""
+    """Checks that a state is a dict. Raises TypeError if not."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"the state must be a dict of what to save or load, such as {{'model': model, 'optim': optim}}; got "
@@ -27,7 +27,7 @@ def check_dict(state: object) -> Mapping[object, object]:
 
 
 def check_state(state: object) -> Mapping[object, object]:
-    """Raises TypeError for a state that is no dict, ValueError for one that uses ckptlib's own name."""
+    """Checks a state. Raises TypeError if it is no dict, ValueError if it uses ckptlib's own name."""
     checked = check_dict(state)
     if RNG in checked:
         raise ValueError(f"{RNG!r} is reserved for ckptlib; rename that entry of the state")
@@ -35,10 +35,10 @@ def check_state(state: object) -> Mapping[object, object]:
 
 
 def check_held(state: object) -> None:
-    """As `check_state`, for a state that is saved again and again, and restored into.
+    """Checks, as `check_state` does, a state that is saved again and again, and restored into.
 
-    Raises UnsupportedState for what the `state_dict()` of a new optimizer, a scheduler or a gradient scaler gave. It is
-    a copy: no step of the object reaches it, nor does a restore reach the object, and nothing else would ever tell.
+    Raises UnsupportedState for the result of a `state_dict()` of a new optimizer, a scheduler or a gradient scaler. It
+    is a copy: no step of the object changes it, nor does a restore reach the object, and nothing else would ever tell.
     """
     todo: list[tuple[str, object]] = [(str(key), value) for key, value in check_state(state).items()]
     seen: set[int] = set()
@@ -60,8 +60,8 @@ def check_held(state: object) -> None:
 
 
 def _copied_from(entries: Mapping[object, object]) -> str | None:
-    """Whose `state_dict()` gave these, where its keys tell. That of a module shares memory with it; what an optimizer
-    has for its parameters does, too, once it is there."""
+    """Returns whose `state_dict()` gave these entries, if their keys tell; None for others. That of a module shares
+    memory with it; so does what an optimizer holds for its parameters, once it exists."""
     moments = entries.get("state")
     if entries.keys() == {"state", "param_groups"} and isinstance(moments, Mapping) and not moments:
         return "an optimizer without any moments"
@@ -71,15 +71,16 @@ def _copied_from(entries: Mapping[object, object]) -> str | None:
 
 
 def whole_state(state: object, generators: object) -> dict[object, object]:
-    """Raises as `check_state` does."""
+    """Returns the user's state and the generators together. Raises as `check_state` does."""
     return {**check_state(state), RNG: generators}
 
 
 def first_look(state: object, memo: Memo | None = None) -> Flat:
-    """The state, flattened, before the first step, which it leaves as it is.
+    """Returns the flattened state before the first step, and leaves the state as it is.
 
-    The first save reuses the leaves of modules, optimizers and dicts of tensors in `memo` that are the same then.
-    Tensors that an object's `state_dict()` made are let go of."""
+    The first save reuses the leaves of modules, optimizers and dicts of tensors in `memo` that are still the same.
+    Tensors that an object's `state_dict()` made are let go of.
+    """
     with first_steps.undone():
         flat = flatten(state, memo)
     if memo is not None:
