@@ -13,16 +13,16 @@ from typing_extensions import override
 
 
 def seed_of(*parts: object) -> int:
-    """63 bits that depend on all of `parts` and on nothing else."""
+    """Returns a 63-bit integer that depends on all of `parts` and on nothing else."""
     digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 class Batch(list[int]):
-    """Seeds the generators of a worker process as it gets there, which is right before the worker reads its items.
+    """A batch's indices, which seed a worker process's generators on arrival, right before the worker reads the items.
 
-    Else a worker's draws would depend on the batches that it happened to read before, and a restarted one has read
-    none. In the trainer's own process nothing is seeded: ckptlib saves and restores its generators.
+    Otherwise a worker's draws would depend on the batches that it happened to read before, and a restarted worker has
+    read none. In the trainer's own process nothing is seeded: ckptlib saves and restores its generators.
     """
 
     def __init__(self, items: Iterable[int] = (), seed: int = 0) -> None:
@@ -35,7 +35,8 @@ class Batch(list[int]):
 
 
 def _arrived(items: list[int], seed: int) -> list[int]:
-    """What was sent; mere numbers in a worker, where a copy of them seeds nothing."""
+    """Rebuilds what was sent, and seeds a worker's generators. There the result is a plain list, of which a copy seeds
+    nothing."""
     if get_worker_info() is None:
         return Batch(items, seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""A DataLoader that knows which of its batches training has."""
+"""A DataLoader that knows which of its batches training has consumed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class ResumableLoader(ABC):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self._current: object = None
-        """Stands for the one iterator that may go on."""
+        """A token for the only iterator that may go on."""
         self.batches_given = 0
-        """To the loop, since this was made or its state was loaded. `Checkpointer.loop` asks."""
+        """How many batches the loop was given since this was made or its state was loaded. `Checkpointer.loop` reads
+        it."""
 
     @property
     @abstractmethod
@@ -34,7 +35,7 @@ class ResumableLoader(ABC):
         """The epoch of the next batch, counted from 0."""
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of this epoch."""
+        """Yields the rest of this epoch."""
         current = self._current = object()
         # By default torch would draw the seed of the workers from the global generator: one draw per epoch, and one
         # more in an epoch that is resumed.
@@ -58,39 +59,39 @@ class ResumableLoader(ABC):
             yield batch
 
     def __len__(self) -> int:
-        """Batches per epoch, as the DataLoader tells it."""
+        """Returns the number of batches per epoch, as the DataLoader tells it."""
         return len(self.loader)
 
     def endless(self) -> Iterator[Any]:
-        """What is left of this epoch, and then all epochs that follow."""
+        """Yields the rest of this epoch, then all epochs that follow."""
         while True:
             yield from self
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the place of the next batch, and what must be the same for it to hold."""
+        """Returns plain values: the place of the next batch, and what must be the same for it to hold."""
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Raises StateMismatch where the place means nothing for this loader."""
+        """Goes to the saved place. Raises StateMismatch if it means nothing for this loader."""
         self._load(state)
         self._current = None
         self.batches_given = 0
 
     @abstractmethod
     def _seed(self) -> int:
-        """Of the workers of the iteration that begins."""
+        """Returns the seed of the workers of the iteration that begins."""
 
     @abstractmethod
     def _skip(self, batches: Iterator[Any]) -> None:
-        """Takes what was consumed of this epoch from an iterator that begins, where that gives it again."""
+        """Takes this epoch's consumed batches from an iterator that begins, if it yields them again."""
 
     @abstractmethod
     def _count(self) -> None:
-        """One more batch is consumed."""
+        """Counts one more batch as consumed."""
 
     @abstractmethod
     def _end(self) -> None:
-        """The iterator gave all of this epoch."""
+        """Notes that the iterator has yielded all of this epoch."""
 
     @abstractmethod
     def _load(self, state: Mapping[str, object]) -> None: ...

@@ -14,7 +14,7 @@ from ckptlib.data.sampler import ResumableSampler
 
 
 class MapStyleLoader(ResumableLoader):
-    """Its state is the sampler's. A resume reads nothing of what it skips."""
+    """A loader whose state is the sampler's. A resume reads nothing of what it skips."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
         super().__init__(loader)
@@ -37,7 +37,7 @@ class MapStyleLoader(ResumableLoader):
 
     @override
     def _skip(self, batches: Iterator[Any]) -> None:
-        """Nothing: the sampler begins behind what was consumed."""
+        """Does nothing: the sampler begins behind what was consumed."""
 
     @override
     def _count(self) -> None:
@@ -45,7 +45,7 @@ class MapStyleLoader(ResumableLoader):
 
     @override
     def _end(self) -> None:
-        """The last batch ended the epoch."""
+        """Does nothing: `_count` ended the epoch with the last batch."""
 
     @override
     def _load(self, state: Mapping[str, object]) -> None:

@@ -71,7 +71,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.length, self.global_batch, self.seed = length, global_batch, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self.counted = False
-        """Whether somebody calls `advance`; `resumable` says so."""
+        """Whether somebody calls `advance`; `resumable` sets it."""
         self._taken = False
         self._epoch = self._consumed = 0
         if drop_last and length % global_batch and self.rank == 0:
@@ -89,7 +89,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches that are left of this epoch, from the first that was not consumed. Consumes none."""
+        """Yields the batches that are left of this epoch, from the first that was not consumed. Consumes none."""
         self._check_ranks()
         epoch, consumed = begun, _ = self._epoch, self._consumed
         while epoch == begun:
@@ -98,7 +98,7 @@ class ResumableSampler(Sampler[list[int]]):
             epoch, consumed = self._after(epoch, consumed + self.global_batch)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch; one less in epochs whose first items filled up the batch before."""
+        """Returns the batches of a whole epoch; one less in epochs whose first items filled up the batch before."""
         return self.length // self.global_batch if self.drop_last else -(-self.length // self.global_batch)
 
     def advance(self) -> None:
@@ -116,7 +116,7 @@ class ResumableSampler(Sampler[list[int]]):
         return {"epoch": self._epoch, "consumed": self._consumed, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Raises StateMismatch when these are not the same items in the same order."""
+        """Goes to the saved place. Raises StateMismatch if these are not the same items in the same order."""
         epoch, consumed = checked_counts(state, self._identity(), "epoch", "consumed")
         saved = state["length"]
         if saved != self.length:
@@ -134,17 +134,19 @@ class ResumableSampler(Sampler[list[int]]):
             log.warning("drop_last: the last %d items of epoch %d are left out", self.length - consumed, epoch)
 
     def _identity(self) -> dict[str, int | str]:
-        """What makes the order; everything else may change between runs."""
+        """Returns what determines the order; everything else may change between runs."""
         return {"length": self.length, "seed": self.seed, "order": SHUFFLED if self.shuffle else IN_SEQUENCE}
 
     def _after(self, epoch: int, consumed: int) -> tuple[int, int]:
-        """Where the next batch begins when so many items of `epoch` are consumed; they may be more than it has."""
+        """Returns the epoch and place of the next batch after `consumed` items of `epoch`, which may be more than it
+        has."""
         if self.drop_last:
             return (epoch, consumed) if consumed + self.global_batch <= self.length else (epoch + 1, 0)
         return epoch + consumed // self.length, consumed % self.length
 
     def _share(self, epoch: int, consumed: int) -> Batch:
-        """Every `world_size`th of the global batch, which may reach into the next epochs."""
+        """Returns this rank's share: every `world_size`th item of the global batch, which may reach into the next
+        epochs."""
         ahead = np.arange(self.rank, self.global_batch, self.world_size, dtype=np.uint64) + np.uint64(consumed)
         epochs, items = np.divmod(ahead, np.uint64(self.length))
         if self.shuffle:
@@ -154,7 +156,8 @@ class ResumableSampler(Sampler[list[int]]):
         return Batch(items.tolist(), seed_of(self.seed, epoch, consumed, self.rank))
 
     def _check_ranks(self) -> None:
-        """Raises when the process group was made after this sampler, which then took this for the only rank."""
+        """Raises StateError if the process group was made after this sampler, which then took this for the only
+        rank."""
         if self._from_group and (self.rank, self.world_size) != _ranks(None, None):
             raise StateError(
                 f"this ResumableSampler was made for rank {self.rank} of {self.world_size}, and the process group has "
@@ -164,7 +167,7 @@ class ResumableSampler(Sampler[list[int]]):
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Returns this rank, and how many ranks there are."""
     if rank is None and world_size is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What was saved of a place in the data, against what is there now."""
+"""Compares a saved place in the data with the data that is there now."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ckptlib.errors import StateMismatch
 
 
 def checked_counts(state: Mapping[str, object], identity: Mapping[str, object], *counts: str) -> list[int]:
-    """The values of `counts`, which are integers from 0. Raises StateMismatch for a state without these, or names."""
+    """Returns the values of `counts`, which are integers from 0. Raises StateMismatch if one is not, or a name is
+    missing."""
     missing = sorted({*counts, *identity} - state.keys())
     if missing:
         raise StateMismatch(
@@ -22,7 +23,7 @@ def checked_counts(state: Mapping[str, object], identity: Mapping[str, object], 
 
 
 def refuse_others(state: Mapping[str, object], identity: Mapping[str, object], why: str = "") -> None:
-    """Raises StateMismatch where what is there now is not what was saved. `why`: a clause of its message."""
+    """Raises StateMismatch if the data is not what it was when saved. `why`: a clause of its message."""
     for name, value in identity.items():
         if state[name] != value:
             raise StateMismatch(

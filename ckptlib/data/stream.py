@@ -1,4 +1,4 @@
-"""A DataLoader over an iterable data set, which only reading moves on."""
+"""A DataLoader over an iterable data set, in which only reading moves on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckptlib.state.rng import capture, restore
 
 
 class StreamLoader(ResumableLoader):
-    """Its state is the number of batches that this rank consumed in this epoch.
+    """A loader whose state is the number of batches that this rank consumed in this epoch.
 
-    Workers take turns, so that number is the place of each worker, too, while the ranks and workers are as many as they
-    were. A resume reads the stream again up to its place, with the same seeds.
+    Workers take turns, so that number gives each worker's place, too, as long as the number of ranks and workers stays
+    the same. A resume reads the stream again up to its place, with the same seeds.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -59,7 +59,8 @@ class StreamLoader(ResumableLoader):
 
     @override
     def _skip(self, batches: Iterator[Any]) -> None:
-        """Without workers the stream draws from this process's generators, which stand behind those draws already."""
+        """Reads the consumed batches again, and restores this process's generators, which are past those draws already:
+        without workers, the stream draws from them."""
         if not self._batches:
             return
         generators = capture()

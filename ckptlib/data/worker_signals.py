@@ -1,6 +1,6 @@
-"""Workers of data loaders that a scheduler's warning does not end.
+"""Lets workers of data loaders outlast a scheduler's warning.
 
-It goes to all processes of a job, and a trainer whose workers die raises before it has saved.
+The warning goes to all processes of a job, and a trainer whose workers die raises before it has saved.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader
 from ckptlib.policy.stop_signal import SAME_NOTICE_S, TOLD_BY
 
 GRACE_S = 600.0
-"""From the first SIGTERM to a worker until it ends. A trainer that is warned minutes ahead needs batches until it has
-saved. But it may be the trainer that sent it, to a worker that hangs: a handler is not told who sends."""
+"""Seconds from a worker's first SIGTERM until it ends. A trainer that is warned minutes ahead needs batches until it
+has saved. But the trainer itself may have sent the signal, to a worker that hangs: a handler is not told who sends."""
 
 NAME = "ckptlib_worker"
-"""Of the process, as `ps` shows it. By this the trainer knows them."""
+"""The worker process's name, as `ps` shows it. The trainer knows its workers by this."""
 
 PR_SET_NAME = 15
-"""Of Linux's prctl."""
+"""The option of Linux's prctl."""
 
 PRELOADED = "ckptlib.policy.forkserver"
 
@@ -42,12 +42,13 @@ def outlast_signals(worker: int) -> None:
     as it exits, by its name: give it no other one behind this. `resumable` gives this to its loader.
     """
     if multiprocessing.parent_process() is not None and _has_taken_name():
-        for number in TOLD_BY:  # by handlers: what the worker starts by `subprocess` has none, and no signal blocked
+        for number in TOLD_BY:  # by handlers: processes that the worker starts inherit none, nor a blocked signal
             signal.signal(number, _end_later if number == signal.SIGTERM else _pass)
 
 
 def _has_taken_name() -> bool:
-    """Not so but on Linux: torch's handler stays there, since an exit would wait for GRACE_S."""
+    """Renames the process; returns False elsewhere than on Linux. There torch's handler stays, since an exit would wait
+    for GRACE_S."""
     libc = ctypes.CDLL(None)
     return hasattr(libc, "prctl") and libc.prctl(PR_SET_NAME, NAME.encode()) == 0
 
@@ -64,14 +65,14 @@ def _end_later(number: int, frame: object) -> None:
 
 
 def _end(not_before: float, number: int, frame: object) -> None:
-    """Before that it is the same notice: torchrun passes it on to the process groups of its ranks, whose workers a
-    scheduler that signals all processes has told itself."""
+    """Ends the worker, unless this signal comes so early that it is the same notice: torchrun passes it on to the
+    process groups of its ranks, and a scheduler that signals all processes has told their workers itself."""
     if time.monotonic() >= not_before:
-        os._exit(0)  # as torch's own handler does, which is not in place any more
+        os._exit(0)  # as torch's own handler does, which is no longer installed
 
 
 def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
-    """`then`: the user's own `worker_init_fn`."""
+    """Begins a worker that outlasts the signals. `then`: the user's own `worker_init_fn`."""
     outlast_signals(worker)
     if then is not None:
         then(worker)
@@ -79,7 +80,7 @@ def begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
 
 
 def outlasting(loader: DataLoader[Any]) -> None:
-    """The workers that `loader` starts outlast the signals, whatever `worker_init_fn` the program gave it."""
+    """Makes the workers that `loader` starts outlast the signals, whatever `worker_init_fn` the program gave it."""
     have_forkserver_outlast()
     given = loader.worker_init_fn
     if not (isinstance(given, partial) and given.func is begin_worker):
@@ -87,28 +88,29 @@ def outlasting(loader: DataLoader[Any]) -> None:
 
 
 def have_forkserver_outlast() -> None:
-    """Unless it has begun: workers are its children, and end with it. It is the default from Python 3.14 on."""
+    """Makes the fork server outlast the signals, unless it has begun: workers are its children, and end with it. It is
+    the default from Python 3.14 on."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return
     from multiprocessing.forkserver import _forkserver
 
-    imports: list[str] | None = vars(_forkserver).get("_preload_modules")  # there is but a function to replace them
+    imports: list[str] | None = vars(_forkserver).get("_preload_modules")  # the public function can only replace them
     if imports is not None and PRELOADED not in imports:
         multiprocessing.set_forkserver_preload([*imports, PRELOADED])
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator of `loader` whose workers outlast the signals."""
+    """Returns an iterator of `loader` whose workers outlast the signals."""
     outlasting(loader)
     return iter(loader)
 
 
 def _kill_workers() -> None:
-    """multiprocessing would send them SIGTERM, as a scheduler does, and wait for their ends. Torch's own workers end by
-    it wherever they are, also where they hang."""
+    """Kills the workers. multiprocessing would send them SIGTERM, as a scheduler does, and wait for their ends. Torch's
+    own workers end by it wherever they are, even if they hang."""
     workers = [child for child in multiprocessing.active_children() if _outlasts(child)]
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker was killed
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker was killed
     for worker in workers:
         worker.kill()
 
@@ -121,11 +123,11 @@ def _outlasts(child: BaseProcess) -> bool:
 
 
 def _kill_at_end(_: object) -> None:
-    """Of this process: as multiprocessing's own exit begins, which a trainer that it started has, too, in place of
-    atexit."""
+    """Has this process kill its workers as multiprocessing's own exit begins. A trainer that multiprocessing started
+    has that exit, too, in place of atexit."""
     Finalize(None, _kill_workers, exitpriority=20)
 
 
 _kill_at_end(None)
 have_forkserver_outlast()  # before a loader with plain `outlast_signals` starts it
-register_after_fork(_kill_at_end, _kill_at_end)  # a process of multiprocessing's begins without its parent's
+register_after_fork(_kill_at_end, _kill_at_end)  # a child of multiprocessing begins without its parent's

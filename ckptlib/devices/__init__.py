@@ -1,1 +1,1 @@
-"""Accelerators: streams, events and memory by torch's device-generic interfaces; what is CUDA's alone in one file."""
+"""Accelerators: streams, events and memory by torch's device-generic interfaces; one file for what only CUDA has."""

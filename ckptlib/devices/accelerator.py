@@ -1,7 +1,7 @@
-"""Accelerators, whichever torch was built for: streams, events and pinned memory by the names that all of them share.
+"""Streams, events and pinned memory of whichever accelerator torch was built for, by the names that all of them share.
 
-What CUDA alone has is in `ckptlib.devices.cuda`. Any thread may call these; a thread that has chosen no device is never
-given one for good, since on some devices that alone takes memory of the first.
+What only CUDA has is in `ckptlib.devices.cuda`. Any thread may call these functions. None of them selects a device for
+good in a thread that has chosen none: on some devices that alone takes memory of the first one.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from functools import lru_cache
 import torch
 
 POLL_S = 0.0002
-"""Between two looks at an event: waiting inside the driver would keep a core busy that the training has a use for."""
+"""Seconds between two checks of an event: waiting inside the driver would keep a core busy that training can use."""
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:
-    """Where a tensor is; None in memory of the host."""
+    """Returns the device that a tensor is on; None for host memory."""
     return None if tensor.is_cpu else tensor.device
 
 
 def available() -> torch.device | None:
-    """The accelerator that new tensors of this process belong on; None where there is none."""
-    # asked first: torch 2.6 raises where it was built for one that is not there
+    """Returns the accelerator that new tensors of this process belong on; None if there is none."""
+    # asked first: torch 2.6 raises if it was built for an accelerator that is missing
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _accelerator_of(device: torch.device) -> torch.device | None:
-    """The accelerator, if `device` is of its type. For the host's nothing is asked: that could begin a driver."""
+    """Returns the accelerator, if `device` is of its type. For the host's memory it asks nothing: that could start a
+    driver."""
     found = None if device.type == "cpu" else available()
     return found if found is not None and found.type == device.type else None
 
 
 def is_chosen(device: torch.device) -> bool:
-    """Whether it is the one of its type that this thread works on; also where there is no choice."""
+    """Returns whether `device` is the one of its type that this thread works on; True if there is no choice."""
     found = _accelerator_of(device)
     if found is None:
         return True
@@ -45,7 +46,7 @@ def is_chosen(device: torch.device) -> bool:
 
 @lru_cache(maxsize=16)
 def has_streams(device: torch.device) -> bool:
-    """Whether work on a device can be put beside other work; on Apple's GPUs it cannot."""
+    """Returns whether work on a device can run beside other work; on Apple's GPUs it cannot."""
     if _accelerator_of(device) is None:
         return False
     try:
@@ -56,20 +57,20 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """One of its own, for a device that has streams."""
+    """Returns a new stream for a device that has streams."""
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Of this thread."""
+    """Returns this thread's current stream."""
     return torch.accelerator.current_stream(device)
 
 
 @contextmanager
 def on(stream: torch.Stream) -> Iterator[None]:
-    """This thread's work goes to this stream, and to its device."""
+    """Sends this thread's work to this stream and its device within the body."""
     device = stream.device
-    # not by `torch.accelerator`: when the body ends, that selects the device from before, which may have been none
+    # not by `torch.accelerator`: at the end that selects the device from before, which may have been none
     with torch.get_device_module(device).device(device):
         before = torch.accelerator.current_stream(device)
         torch.accelerator.set_stream(stream)
@@ -80,16 +81,16 @@ def on(stream: torch.Stream) -> Iterator[None]:
 
 
 def wait(event: torch.Event) -> None:
-    """Returns when the work before an event is done. Not for the training's thread, at each step of it."""
-    # on the event's device: a thread that has chosen none would make itself a context on the first by asking
+    """Returns when the work before an event is done. Not for training's own thread at each step."""
+    # on the event's device: in a thread that has chosen none, the query would make a context on the first
     with torch.get_device_module(event.device).device(event.device):
         while not event.query():
             time.sleep(POLL_S)
 
 
 def work_so_far(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Waits, in whichever thread it is called, for what this thread's current streams have to do by now on the devices
-    of these."""
+    """Returns a function that waits, in whichever thread calls it, for the work that this thread's current streams have
+    now on the devices of these tensors."""
     devices = dict.fromkeys(map(device_of, tensors))
     events = [current_stream(device).record_event() for device in devices if device is not None and has_streams(device)]
 
@@ -101,22 +102,23 @@ def work_so_far(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream's work is recorded into a graph, not done."""
+    """Returns whether the current stream's work is recorded into a graph, not executed."""
     module = torch.get_device_module(device)
     found = getattr(module, "is_current_stream_capturing", None)
     return found is not None and is_initialized(module) and bool(found())
 
 
 def is_initialized(module: object) -> bool:
-    """Whether this process has begun to use a kind of device, by torch's module for it; mps does not tell."""
+    """Returns whether this process has begun to use a kind of device, by torch's module for it; True if the module does
+    not tell, as mps."""
     found = getattr(module, "is_initialized", None)
     return found is None or bool(found())
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Bytes of the host that the device of this thread copies from and to at the link's speed, and beside the host.
+    """Returns host memory with which this thread's device exchanges data at the link's speed, and beside the host.
 
-    Ordinary ones where no more may be locked: copies take longer then, and hold up the thread that asks for them.
+    It is ordinary memory if no more may be locked: copies then take longer, and hold up the thread that asks for them.
     """
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -125,9 +127,9 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 def bring(data: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Has a few bytes of a device brought to the host, behind what the current stream has to do.
+    """Starts to bring a few bytes of a device to the host, after the current stream's work.
 
-    Nobody waits for it but who calls the result, from any thread but the training's, which gives them.
+    Only a call of the result waits for it, from any thread but training's own, which calls this.
     """
     if not has_streams(device):
         there = data.cpu()

@@ -1,6 +1,6 @@
-"""What CUDA alone has, and ROCm under its name: registration of host memory, capture modes, where a device is plugged.
+"""What only CUDA has, and ROCm under its name: registration of host memory, capture modes, the PCI address of a device.
 
-All else that a device does for a snapshot is in `ckptlib.staging.device_copies`, by what torch offers for every
+Everything else that a device does for a snapshot is in `ckptlib.staging.device_copies`, by what torch offers for every
 accelerator.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 PIN_BYTES = 1 << 30
-"""Registered at a time: the call holds locks in the driver for as long as it touches pages, and new drivers refuse what
-is very large."""
+"""Bytes registered at a time: the call holds locks in the driver for as long as it touches pages, and new drivers
+refuse very large regions."""
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""
@@ -26,14 +26,14 @@ _RELAXED = 2
 
 
 def current_device() -> int | None:
-    """Of this thread; None while this process uses no CUDA. Only the trainer's thread has chosen one."""
+    """Returns this thread's device; None while this process uses no CUDA. Only the trainer's thread has chosen one."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def stretches(address: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """(first byte, last byte + 1) of what lies between multiples of `most`, wherever the memory begins.
+    """Yields (first byte, last byte + 1) of each stretch between multiples of `most`, wherever the memory begins.
 
-    With a divisor of PIN_BYTES none of them lies in two registrations, which no copy may.
+    If `most` divides PIN_BYTES, no stretch lies in two registrations: no copy may.
     """
     at = 0
     while at < nbytes:
@@ -43,14 +43,14 @@ def stretches(address: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]
 
 
 _registered: dict[int, int] = {}
-"""Address and bytes of what this process has registered."""
+"""The address and bytes of each region that this process has registered."""
 
 
 def pin(address: int, nbytes: int, device: int) -> None:
-    """Makes host memory known to the device, so that copies run at the link's speed and beside the host.
+    """Registers host memory with the device, so that copies run at the link's speed and beside the host.
 
-    Raises RuntimeError where the driver refuses: beyond the locked-memory limit, and a mapped file on a disk (seen with
-    driver 580: code 1). Nothing is pinned then.
+    Raises RuntimeError if the driver refuses: beyond the locked-memory limit, and for a mapped file on a disk (seen
+    with driver 580: code 1). Nothing is pinned then.
     """
     pieces = list(stretches(address, nbytes, PIN_BYTES))
 
@@ -74,7 +74,7 @@ def pin(address: int, nbytes: int, device: int) -> None:
 
 
 def unpin(address: int, nbytes: int, device: int) -> None:
-    """The inverse of `pin`, before the memory is unmapped."""
+    """Undoes `pin`, before the memory is unmapped."""
 
     def unregister() -> int:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -86,15 +86,15 @@ def unpin(address: int, nbytes: int, device: int) -> None:
 
 
 def is_pinned(address: int) -> bool:
-    """Whether memory that begins here was pinned whole."""
+    """Returns whether the memory that begins here was pinned."""
     return address in _registered
 
 
 def _aside(device: int, call: Callable[[], int]) -> int:
-    """What a call of the runtime returns, made in a thread of its own, for this device.
+    """Returns the result of a runtime call, made in a thread of its own, for this device.
 
-    The runtime keeps an error for its thread, and torch raises it there after the next kernel, whosesoever that is. And
-    a thread that has chosen no device has the first one: each rank of a host would have a context on that.
+    The runtime keeps an error for its thread, and torch raises it there after the next kernel, whoever launched that.
+    And a thread that has chosen no device has the first one: each rank of a host would have a context there.
     """
     codes: list[int] = []
 
@@ -110,24 +110,25 @@ def _aside(device: int, call: Callable[[], int]) -> int:
 
 
 def relax_capture(device: torch.device) -> None:
-    """What this thread asks of the driver from here on breaks no capture of a graph that another thread has begun.
+    """Makes this thread's further driver calls harmless for a graph capture that another thread has begun.
 
-    `device`: one that the thread works with; of another kind than CUDA's, nothing is asked.
+    `device`: one that the thread works with; does nothing unless it is a CUDA device.
 
-    A capture in the mode that torch uses by default is broken by any thread that registers memory or asks for an event,
-    unless that thread has said that it knows. Where the call cannot be found, `Checkpointer.drain` before a capture
-    keeps the threads from asking.
+    A capture in torch's default mode is broken by any thread that registers memory or queries an event, unless that
+    thread has relaxed its capture mode. If the runtime's function cannot be found, `Checkpointer.drain` before a
+    capture keeps the threads from asking.
     """
     is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     exchange = _exchange() if is_used else None
     if exchange is not None:
-        with torch.cuda.device(device):  # a thread that has chosen none may get a context on the first by asking
+        with torch.cuda.device(device):  # in a thread that has chosen none, the call may make a context on the first
             exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 @lru_cache(maxsize=1)
 def _exchange() -> Callable[..., int] | None:
-    """Of the runtime that torch has loaded, which Python has no name for."""
+    """Returns a function of the runtime that torch has loaded, and that Python has no name for; None if it is not
+    found."""
     libraries: list[str | None] = [None]
     if torch.version.cuda is not None:
         libraries.append(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
@@ -142,7 +143,8 @@ def _exchange() -> Callable[..., int] | None:
 
 
 def idle_in_private_pools(device: torch.device) -> int:
-    """Bytes that the allocator keeps for graphs alone: room for nobody else, whether a graph uses them now or not."""
+    """Returns the bytes that the allocator keeps for graphs alone: no room for anybody else, whether a graph uses them
+    now or not."""
     segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []  # type: ignore[no-untyped-call]
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -152,7 +154,7 @@ def idle_in_private_pools(device: torch.device) -> int:
 
 
 def pci_address(device: int) -> str | None:
-    """As /sys has it; None where torch cannot say."""
+    """Returns a device's PCI address as /sys has it; None if torch cannot say."""
     found: Any = torch.cuda.get_device_properties(device)
     try:
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

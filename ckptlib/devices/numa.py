@@ -1,4 +1,5 @@
-"""Which processors a device is plugged in beside: memory that they touch first is a hop nearer to it. No torch."""
+"""Finds the processors that a device is plugged in beside: memory that they touch first is a hop nearer to it. No
+torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ SYS = Path("/sys")
 
 
 def processors_near(pci: str, sys: Path = SYS) -> frozenset[int]:
-    """Those of the device's NUMA node; none where the host does not say, or has one node only."""
+    """Returns the processors of the device's NUMA node; none if the host does not say, or has only one node."""
     try:
         node = int((sys / "bus/pci/devices" / pci / "numa_node").read_text())
         listed = (sys / "devices/system/node" / f"node{node}" / "cpulist").read_text()
@@ -22,7 +23,7 @@ def processors_near(pci: str, sys: Path = SYS) -> frozenset[int]:
 
 
 def parse(listed: str) -> frozenset[int]:
-    """The numbers of a list such as "0-3,8"."""
+    """Returns the numbers of a list such as "0-3,8"."""
     found: set[int] = set()
     for part in listed.strip().split(","):
         first, _, last = part.partition("-")
@@ -33,7 +34,7 @@ def parse(listed: str) -> frozenset[int]:
 
 @contextmanager
 def running_on(processors: frozenset[int]) -> Iterator[None]:
-    """This thread runs on these, as far as it may; it stays where it is if on none of them."""
+    """Runs this thread on these processors, as far as it may; it stays where it is if it may run on none of them."""
     before = os.sched_getaffinity(0)
     chosen = before & processors
     if not chosen:
