@@ -1,9 +1,9 @@
 """The writer's entry point:
 `python -m ckptlib.writer <socket fd> <trainer's pid> <seconds> <log> [<lock fd> <lock's path>]`.
 
-Its orders come over the socket. It begins when its standard input says something or ends, or after these seconds. The
-log is what it prints to; one with nothing in it goes when it ends. The lock tells the next job that there may be orders
-yet to read.
+Orders come over the socket. The process begins when its standard input says something or ends, or after this many
+seconds. It prints to the log, and removes the log at its end if nothing is in it. The lock tells the next job that
+there may be orders yet to read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 
 LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm, for one, sends them to every process of a job. They are for the trainer, which may save once more and leave at
-once: then nobody but this process can finish the step. It ends by itself, when the trainer is gone and all is done."""
+"""Signals that Slurm, for one, sends to every process of a job. They are for the trainer, which may save once more and
+leave at once: then only this process can finish the step. It ends by itself, when the trainer is gone and all is
+done."""
 
 if __name__ == "__main__":
     for number in LEFT_TO_THE_TRAINER:
@@ -36,7 +37,7 @@ from ckptlib.writer import late_numpy  # noqa: E402
 
 if __name__ == "__main__":
     late_numpy.defer()
-    gc.disable()  # nothing of what is imported is garbage: to look for some takes a tenth of the imports' time
+    gc.disable()  # no import makes garbage: looking for some takes a tenth of the imports' time
 
 from ckptlib.slots.writer_lock import WriterLock  # noqa: E402
 from ckptlib.writer.channel import Channel  # noqa: E402
@@ -50,4 +51,4 @@ if __name__ == "__main__":
     WriterProcess(channel, int(sys.argv[2]), lock).run()
     if log.exists() and not log.stat().st_size:
         log.unlink(missing_ok=True)
-    gc.freeze()  # nor does the end of the interpreter look through all that is there
+    gc.freeze()  # the end of the interpreter need not look through all objects either

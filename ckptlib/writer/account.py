@@ -1,6 +1,6 @@
-"""The account of a start, put by the writer of its first rank when the trainer is gone. No torch.
+"""The account of a start: the writer of its first rank puts it into the store when the trainer is gone. No torch.
 
-In threads of their own: no save and no commit waits for sums.
+It does so in threads of its own: no save and no commit waits for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ FINISH_S = 30.0
 
 
 class StartAccount:
-    """One per writer of a first rank."""
+    """Puts the account of this start, and that of the start that it goes on from. Each writer of a first rank has
+    one."""
 
     def __init__(self, fd: int, generation: str, shared: SharedDocuments, dead: bool) -> None:
-        """`fd`: of the trainer's page, inherited. `shared`: of the root. `dead`: whether the trainer is gone already,
-        since whenever."""
+        """`fd`: the inherited descriptor of the trainer's page. `shared`: the documents of the root. `dead`: whether
+        the trainer is already gone, for an unknown time."""
         self._dead = dead
         self._generation = parse_generation(generation)
         self._shared = shared
@@ -42,8 +43,8 @@ class StartAccount:
         self._threads: list[threading.Thread] = []
 
     def continues(self, save: SaveId, manifest: Manifest | None, accounted: bool) -> None:
-        """The job went on from this save; the start that made it may have left no account. `manifest`: as the trainer
-        read it, which has looked then whether there is an account."""
+        """Notes that the job went on from this save. The start that made the save may have left no account. `manifest`:
+        the save's, as the trainer read it. `accounted`: whether the trainer then found an account."""
         if save == self._origin or save.generation == self._generation:
             return
         self._origin = save
@@ -53,13 +54,13 @@ class StartAccount:
             self._begin(partial(keep_account_in, Catalog(self._shared.store), manifest))
 
     def end(self) -> None:
-        """The trainer is gone, or has said that it ends."""
+        """Puts the account of this start: the trainer is gone, or has said that it ends."""
         account = read_page(self._page, None if self._dead else time.monotonic())
         if account is not None:
             self._begin(partial(put_account, Catalog(self._shared.store), self._generation, account))
 
     def finish(self) -> None:
-        """Waits for the threads, if they do not hang."""
+        """Waits for the threads, FINISH_S at most: they may hang."""
         deadline = time.monotonic() + FINISH_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))

@@ -15,28 +15,28 @@ _WHERE = "the trainer's order"
 
 @dataclass(frozen=True, slots=True)
 class BeginOrder:
-    """It begins with its first save: rank 0's writer puts its record before it puts anything else."""
+    """Tells a writer how the generation begins: with its first save, before which rank 0's writer puts the record."""
 
     record: Generation
     root_id: str
-    """Of the root that the job opened."""
+    """Id of the root that the job opened."""
     first_step: int
-    """That is saved."""
+    """The first step that is saved."""
     continues: bool = False
-    """Whether the job, which did not say what it goes on from, goes on from what is there."""
+    """Whether the job named no step to go on from, and so goes on from what is there."""
     now: bool = False
-    """Whether the record is put at once; rank 0's writer answers by `begun` or `not-begun`."""
+    """Whether the record is to be put at once; rank 0's writer answers with `begun` or `not-begun`."""
     is_put: bool = False
     """Whether the record is in the store already."""
     again: bool = False
-    """Whether it may be; then that counts."""
+    """Whether an earlier writer may have put the record; if so, that one counts."""
     is_new: bool = False
     """Whether the root had no step when it was opened."""
     seen: KnownGenerations | None = None
     """See `GenerationRecord`."""
 
     def to_message(self) -> Message:
-        """For the channel."""
+        """Returns the order as a message for the channel."""
         return {
             "op": "begin",
             "record": self.record.encode().decode(),
@@ -52,7 +52,7 @@ class BeginOrder:
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """What `to_message` made."""
+        """Returns the order that `to_message` encoded."""
         return cls(
             record=Generation.decode(message["record"].encode(), _WHERE),
             root_id=message["root"],

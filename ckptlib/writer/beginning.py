@@ -41,10 +41,10 @@ class Beginning:
         return self._record is not None and not self._record.is_put
 
     def begin(self, order: BeginOrder, known: str | None, rank: int) -> Begun | None:
-        """The generation enters history with its first save: rank 0's writer puts its record before that. `known`:
-        where the trainer has lent what it knows of the step that it restored.
+        """Begins the generation. It enters history with its first save: rank 0's writer puts its record before that.
+        `known`: where the trainer lends what it knows of the step that it restored.
 
-        Returns what is to be noted on a local disk; None where it was put, or another rank's writer does.
+        Returns what is to be noted on a local disk; None if the record was put, or if another rank's writer puts it.
         """
         record, step = order.record, order.first_step
         if record.resumed_from is not None:
@@ -57,7 +57,7 @@ class Beginning:
         return None if self._record.is_put else Begun(record, step, order.continues, order.seen)
 
     def put_now(self) -> None:
-        """Since snapshots in memory, or on local disks, are of no use before the record is there."""
+        """Puts the record at once: snapshots in memory or on local disks are of no use before it is in the store."""
         try:
             with self._watchdog.work("begin", None, time.monotonic() + self._trainer.deadline_s):
                 self.put()
@@ -65,7 +65,7 @@ class Beginning:
             self._channel.send({"event": "not-begun", "kind": type(error).__name__, "error": describe(error)})
 
     def put(self) -> None:
-        """Where it is owed. By whichever thread uses the store for what is saved."""
+        """Puts the record if it is still owed. Called by whichever thread uses the store for what is saved."""
         if self._record is None or self._record.is_put:
             return
         warning = self._record.put(self._catalog)

@@ -17,25 +17,25 @@ PROTOCOL = 10
 
 
 class Channel:
-    """One end. Any thread may send; one thread receives."""
+    """One end of the channel. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket, stall_s: float | None = None) -> None:
-        """`stall_s`: how long the other end may take nothing of a message; None: for ever."""
+        """`stall_s`: for how many seconds the other end may accept nothing of a message; None: no limit."""
         self._socket = end
         self._stall_s = stall_s
         self._arrivals = _poller(select.POLLIN, end.fileno())
         self._received = b""
         self._sending = threading.Lock()
         self.closed = False
-        """Whether the other end is gone, and all that it said has been received."""
+        """Whether the other end is gone, and all that it sent has been received."""
         self.stalled = False
-        """Whether the other end took nothing for too long. Nothing more is sent."""
+        """Whether the other end accepted nothing for too long. Nothing more is sent then."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Says something, if the other end is still there; `receive` tells when it is not."""
+        """Sends a message, if the other end is still there; `receive` tells when it is not."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         with self._sending, contextlib.suppress(OSError):
             while data and not self.stalled:
@@ -45,21 +45,22 @@ class Channel:
                     self.stalled = not _ready(_poller(select.POLLOUT, self._socket.fileno()), self._stall_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something is here, or the time has passed. Any thread."""
+        """Returns when a message is here, or the time has passed. Any thread may call it."""
         if (fd := self._socket.fileno()) >= 0 and not self.closed:
             readable(fd, timeout_s=timeout_s)
-        else:  # it would have waited for whoever is not there
+        else:  # nobody is there to wait for
             time.sleep(timeout_s)
 
     def receive(self, timeout_s: float | None) -> list[Message]:
-        """Every message that is here, or the first to come within the time-out; none when it passes or at the end."""
+        """Returns all messages that are here, or the first to come within the time-out; none if it passes, or at the
+        end."""
         if b"\n" not in self._received and not self._fill(timeout_s):
             return []
         while self._fill(0):
             pass
         *lines, rest = self._received.split(b"\n")
         messages = [json.loads(line) for line in lines]
-        self._received = rest  # not before: whoever comes again after Ctrl-C within finds all of them
+        self._received = rest  # not before: if Ctrl-C interrupts the lines above, the next call finds all messages
         return messages
 
     def _fill(self, timeout_s: float | None) -> bool:
@@ -67,7 +68,7 @@ class Channel:
             return False
         try:
             data = self._socket.recv(1 << 20)
-        except OSError:  # whatever it was, nothing more is heard here: an other end that is there yet must know
+        except OSError:  # whatever it was, nothing more is received: the other end, if still there, must know
             data = b""
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -76,7 +77,8 @@ class Channel:
         return bool(data)
 
     def close(self) -> None:
-        """The other end sees that, even if a child that was forked from this process has the socket open still."""
+        """Closes the channel. The other end sees that, even if a forked child of this process still has the socket
+        open."""
         with contextlib.suppress(OSError):  # the other end is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -84,9 +86,9 @@ class Channel:
 
 
 def readable(*fds: int, timeout_s: float | None) -> bool:
-    """Whether one of these has something to be read, or has come to its end, within the time-out; None waits for it.
+    """Returns whether one of these descriptors can be read, or is at its end, within the time-out; None: no limit.
 
-    By poll, since select takes no descriptor from 1024 up, and a trainer may have thousands of files open.
+    Uses poll, since select takes no descriptor from 1024 up, and a trainer may have thousands of files open.
     """
     return _ready(_poller(select.POLLIN, *fds), timeout_s)
 

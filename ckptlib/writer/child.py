@@ -14,18 +14,19 @@ from ckptlib.writer.launch import launch
 from ckptlib.writer.silence import Silence
 
 REAP_S = 5.0
-"""How long a killed writer is waited for: one whose disk hangs may stay in the kernel for ever."""
+"""How long to wait for a killed writer: one whose disk hangs may stay in the kernel for ever."""
 
 STALL_S = 10.0
-"""A writer that takes no order for so long is not running: its main thread does nothing else, and some 300 are on the
-way by then. The training stands still meanwhile."""
+"""A writer that accepts no order for this long is not running: its main thread does nothing else, and some 300 orders
+are on their way by then. The training stands still meanwhile."""
 
 
 class Child:
     """A running writer. For the trainer's main thread, but any thread may call `wake`, and send through the channel."""
 
     def __init__(self, setup: Message, log_path: Path, unread: WriterLock | None, wait_s: float) -> None:
-        """Starts it. Raises OSError; nothing is left of it then. The arguments: see `Writer`, and `launch`."""
+        """Starts the writer. Raises OSError, and leaves nothing behind then. For the arguments see `Writer` and
+        `launch`."""
         page = setup.get("account_fd")
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, STALL_S)
@@ -44,14 +45,14 @@ class Child:
         return self._process.pid
 
     def wake(self) -> None:
-        """See `Writer`. From any thread."""
+        """Makes a waiting writer begin; see `Writer.wake`. Any thread may call it."""
         with self._waking:
             if (end := self._process.stdin) is not None and not end.closed:
                 with suppress(BrokenPipeError), end:
                     end.write(b"\n")  # a forked child may keep the pipe open
 
     def reap(self, kill: bool = False) -> int | None:
-        """Its exit status; None where the kernel does not let go of it."""
+        """Waits for the writer to exit and returns its status; None if the kernel does not let go of it."""
         if kill:
             self._process.kill()
         try:

@@ -1,4 +1,4 @@
-"""The trainer's end of its writer: starts it, orders, listens, and starts it again when it dies. No torch."""
+"""The trainer's end of its writer: starts it, sends orders, receives events, and restarts it when it dies. No torch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from ckptlib.writer.told_warnings import log_told
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""In a row, without a save in between; then something is wrong that another start will not mend."""
+"""Deaths in a row, without a save in between: then something is wrong that another start will not mend."""
 
 RESTART_S = 3.0
-"""How long after no writer could be started another try is made, where nobody orders anything."""
+"""How long after a failed start the next try is made, if nobody orders anything."""
 
 UNTOLD_S = 4 * RESTART_S
-"""How long `close` tries to start a writer that has nothing to do but tell other ranks of failures."""
+"""How long `close` tries to start a writer whose only work is to tell other ranks of failures."""
 
 SWEEPS_S = 5.0
-"""How long a `close` that hurries waits for the removal of old steps: launchers kill soon what they told to stop."""
+"""How long a hurried `close` waits for the removal of old steps: launchers soon kill what they told to stop."""
 
 
 class Writer:
-    """One writer process; main thread, but for `add_slot`, `tell_expected`, `persist` and `void`, which any thread may
-    call."""
+    """One writer process. For the main thread, but any thread may call `add_slot`, `tell_expected`, `persist` and
+    `void`."""
 
     def __init__(self, setup: Message, unread: WriterLock | None = None, wait_s: float = 0.0) -> None:
         """`setup`: the first order; it may hold secrets, so it goes over the socket.
 
-        `unread`: tells the next job, should this process die, that the writer has yet to read its orders. Closed here.
+        `unread`: a lock that tells the next job, should this process die, that the writer has yet to read its orders.
+        Closed here.
 
-        `wait_s`: the most that the process puts off its imports, which take 0.1 s of a core or more, until `wake`.
+        `wait_s`: how long the process delays its imports at most, which take 0.1 s of a core or more. `wake` ends that.
         """
         self._setup = setup
         self._unread = unread
@@ -56,14 +57,14 @@ class Writer:
         self._open = OpenOrders(rank, has_local)
         self._heard: deque[Message] = deque()
         self._noted: list[Message] = []
-        """Events that the writer has sent, and those of them that are still to be told."""
+        """`_heard`: events that the writer has sent. `_noted`: those of them that `poll` has yet to return."""
         self._lent: Lent | None = None
-        """To the first writer: what is known of the step that the job restored. Closed once a save is put."""
+        """What is known of the step that the job restored, lent to the first writer. Closed once a save is put."""
         self.waiting: Message | None = None
-        """The wait that the writer reported: the request, the save, since when."""
+        """The wait that the writer reported: the request, the save, and since when."""
         self._deaths = 0
         self._sweeps = 0
-        """That the writer is to make, or makes."""
+        """Number of removals of old steps that the writer is to make, or makes."""
         self.hurries = False
         """Whether the training waits, or the job must end: `close` hardly waits for the removal of old steps then."""
         self._stuck = False
@@ -71,9 +72,9 @@ class Writer:
         self._unstarted = False
         """Whether no writer could be started."""
         self._start_at = 0.0
-        """When that is tried again, by `time.monotonic`; the next order does it at once."""
+        """When the start is tried again, by `time.monotonic`; the next order tries at once."""
         self.left = False
-        """Whether it was let go of: it finishes alone, or has finished, and no other one is started in its place."""
+        """Whether the writer was left to itself: it finishes alone, or has finished, and is not replaced."""
         self._lock = threading.Lock()
         try:
             self.log_path = logfile.new_path(rank)
@@ -85,11 +86,11 @@ class Writer:
             if isinstance(error, OSError):
                 raise SaveFailed(no_start(error)) from error
             raise
-        if unread is not None:  # dropped by a job that nobody closed, it leaves its process to itself
+        if unread is not None:  # dropped without `close`, this object leaves the writer to itself
             weakref.finalize(self, unread.close).atexit = False
 
     def _start(self, wait_s: float = 0.0) -> None:
-        """Raises OSError; the one before stays, which is closed."""
+        """Starts a writer. Raises OSError; the one before, which is closed, stays then."""
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         self._child = Child(self._setup, self.log_path, self._unread, wait_s)
@@ -99,51 +100,54 @@ class Writer:
         return self._child.pid
 
     def wake(self) -> None:
-        """The writer begins now, if it waits. From any thread. A death of this process wakes it, too."""
+        """Makes the writer begin now, if it waits. Any thread may call it. A death of this process wakes the writer,
+        too."""
         self._child.wake()
 
     def add_slot(self, path: Path) -> None:
-        """The writer opens it now, so that it outlives the trainer, and goes after it."""
+        """Has the writer open this slot now, so that the slot outlives the trainer, and goes after it."""
         self.wake()
         with self._lock:
             self._child.channel.send(self._standing.slot(path))
 
     def held(self, save: SaveId) -> None:
-        """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
+        """Tells the writer that all ranks hold this snapshot in memory: it must not be lost if no job goes on from
+        it."""
         self._keep({"op": "held", "save": str(save)})
 
     def earlier(self, save: SaveId | None) -> None:
-        """Of the earlier jobs' steps on the local disks a restart needs this one, or none: others may be removed where
-        there is no room."""
+        """Tells the writer which of the earlier jobs' steps on the local disks a restart needs, or that it needs none.
+        The others may be removed if there is no room."""
         self._keep({"op": "earlier", "save": None if save is None else str(save)})
 
     def whole(self, save: SaveId, settled: int, recorded: bool) -> None:
-        """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`.
-        `recorded`: the record of the generation is in the store; else those of earlier jobs stay."""
+        """Tells the writer that all ranks have this save on their local disks: older steps may be removed there, and
+        later ones up to `settled`. `recorded`: whether the store has the generation's record; if not, steps of earlier
+        jobs stay."""
         self._keep({"op": "whole", "save": str(save), "settled": settled, "recorded": recorded})
 
     def _keep(self, order: Message) -> None:
         self._child.channel.send(self._standing.keep(order))
 
     def begin(self, order: BeginOrder, known: KnownOrigin | None = None) -> None:
-        """The generation begins. `known`: of the step that the job restored; not told to a writer in the place of a
-        dead one, which looks for what that one has put."""
+        """Tells the writer that the generation begins. `known`: what is known of the step that the job restored. A
+        replacement for a dead writer is not told it, and looks for what that writer has put."""
         with self._lock:
             told = None
-            if known is not None and (lent := lend(known)) is not None:  # else it keeps what it was lent before
+            if known is not None and (lent := lend(known)) is not None:  # else what was lent before stays
                 self._lent, told = lent, lent.path
             self._child.channel.send({**self._standing.begin(order), "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:
-        """A snapshot is being staged; the writer is told by `tell_expected`.
+        """Notes that a snapshot is being staged; `tell_expected` tells the writer.
 
-        `drains`, here and below: with a local tier, whether it goes to the store, too.
+        `drains`, here and below: with a local tier, whether the save goes to the store, too.
         """
         with self._lock:
             self._open.add({"op": "expect", "save": str(save), "drains": drains})
 
     def tell_expected(self, save: SaveId) -> None:
-        """Should the trainer die from now on, the writer knows that the part of this save will not come.
+        """Tells the writer to expect the part of this save: if the trainer dies from now on, it will not come.
 
         Apart from `expect`, since it wakes the writer, which may take the core from the training for 0.3 ms.
         """
@@ -152,7 +156,8 @@ class Writer:
                 self._child.channel.send(order)
 
     def persist(self, save: SaveId, slot: Path, drains: bool = True, puts_layout: bool = True) -> None:
-        """Orders that the ready snapshot in `slot` be put; answered by `released`. `puts_layout`: see `Persister`."""
+        """Orders the writer to put the ready snapshot in `slot`; it answers `released`. `puts_layout`: see
+        `Persister`."""
         order = {"op": "persist", "save": str(save), "slot": str(slot), "drains": drains, "layout": puts_layout}
         self._order(order)
 
@@ -161,35 +166,37 @@ class Writer:
         self._order({"op": "drain", "save": str(save), "drains": True})
 
     def void(self, save: SaveId, error: str, drains: bool = True) -> None:
-        """The snapshot failed; tells the other ranks' committer."""
+        """Orders the writer to tell the other ranks' committer that the snapshot failed."""
         self._order({"op": "void", "save": str(save), "error": error, "drains": drains})
 
     @property
     def num_undrained(self) -> int:
-        """Saves that are to be drained and are not committed or, on other ranks than 0, not drained yet."""
+        """Number of saves to be drained that are not committed or, on other ranks than 0, not drained yet."""
         with self._lock:
             return self._open.num_undrained
 
     @property
     def finishes(self) -> bool:
-        """Whether it commits a save, or removes old steps: that costs the training as well, if no core is idle."""
+        """Whether the writer commits a save, or removes old steps: that costs the training as well, if no core is
+        idle."""
         with self._lock:
             return self._sweeps > 0 or bool(self._open.of("commit"))
 
     @property
     def expected(self) -> set[str]:
-        """Saves whose snapshots are being taken, or were as whoever took them was interrupted."""
+        """Saves whose snapshots are being taken, or were being taken when that was interrupted."""
         with self._lock:
             return {order["save"] for order in self._open.of("expect")}
 
     @property
     def awaited(self) -> set[str]:
-        """Saves that a restart on this host can go on from once this writer is done with them."""
+        """Saves that a restart on this host can go on from once this writer has finished them."""
         with self._lock:
             return {order["save"] for order in self._open.of("persist", "commit")}
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
-        """Asks for the outcome of a save of another committer; the answer is `committed`, `failed` or `undecided`."""
+        """Asks for the outcome of a save that another rank commits; the answer is `committed`, `failed` or
+        `undecided`."""
         self._order({"op": "await", "save": str(save), "timeout_s": timeout_s})
 
     def _order(self, message: Message) -> None:
@@ -199,17 +206,17 @@ class Writer:
             self._child.channel.send(message)
 
     def wait(self, timeout_s: float) -> None:
-        """Until `poll` has something to say, or this time has passed. Any thread."""
+        """Returns when `poll` has something to return, or this time has passed. Any thread may call it."""
         self._child.channel.wait(timeout_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
-        """The writer's events since the last call; waits up to `timeout_s` for the first.
+        """Returns the writer's events since the last call; waits up to `timeout_s` for the first.
 
-        A writer that died is started again as soon as there is something to do, with all orders that it did not carry
-        out, or snapshots to be kept for a successor, or the record to be put at once; where that fails, it is tried
-        again. When it keeps dying, each of the orders is answered by a failure instead, and each question by
-        `undecided`. One that gave up a save, since the store did not answer, is replaced: the next one publishes that.
-        So is one that does not run. One that was left is not.
+        A writer that died is started again as soon as there is something to do: orders that it did not carry out,
+        snapshots to keep for a successor, or a record to put at once. A start that fails is tried again. If writers
+        keep dying, each order is answered by a failure instead, and each question by `undecided`. A writer that gave up
+        a save since the store did not answer is replaced, and its successor publishes the failure. So is one that does
+        not run. One that was left is not.
         """
         self._heard += self._child.channel.receive(timeout_s)
         with self._lock:
@@ -220,23 +227,23 @@ class Writer:
             lacks = not self.left and (stuck or (self._child.channel.closed and (self._open or needed)))
             if lacks and time.monotonic() >= self._start_at:
                 self._noted += self._revive()
-        if self._child.channel.closed:  # it would have waited for whoever is not there
+        if self._child.channel.closed:  # without another end, `receive` did not wait
             time.sleep(timeout_s)
         events, self._noted = self._noted, []
         return events
 
     def _note_heard(self) -> None:
-        while self._heard:  # each stays until it is noted, by whoever comes again after Ctrl-C
+        while self._heard:  # each stays until it is noted: a call after Ctrl-C finds the rest
             event = self._heard[0]
-            if event["event"] == "persists":  # of one that hangs, too: the next one must know
+            if event["event"] == "persists":  # of a writer that hangs, too: its successor must know
                 self._open.begin(event["save"])
-            elif not self._stuck:  # what it did after it gave up is done again
+            elif not self._stuck:  # what a writer did after it gave up is done again
                 self._note(event)
                 self._noted.append(event)
             self._heard.popleft()
 
     def _give_up(self, heard: bool) -> list[Message]:
-        """In the writer's place, the oldest save of one that does not run."""
+        """Gives up the oldest save, in place of a writer that does not run. Returns the failure."""
         orders = self._open.of(*SAVES)
         seconds = self._child.silence.lasts(bool(orders) and not self._child.channel.closed, heard, time.monotonic())
         if seconds is None:
@@ -245,7 +252,7 @@ class Writer:
             f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
             f"it was stopped, hangs in the kernel, or gets no core; another one takes its place. See {self.log_path}"
         )
-        self._open.begin(orders[0]["save"])  # as it may do yet, before it is killed
+        self._open.begin(orders[0]["save"])  # as the writer may still do before it is killed
         return [{**self._open.failure(orders[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
@@ -264,7 +271,7 @@ class Writer:
             self._sweeps -= 1
             return
         self._sweeps += event.get("sweeps", 0)
-        if kind != "undecided":  # which is no proof that it can do more than look
+        if kind != "undecided":  # which does not prove that the writer can do more than look
             self._deaths = 0
             self._take_back()
         self._open.note(event)
@@ -272,7 +279,7 @@ class Writer:
     def _revive(self) -> list[Message]:
         self.wake()
         if self._unstarted:
-            pass  # there is none that could have died
+            pass  # there is no writer that could have died
         elif self._stuck or self._child.channel.stalled:
             log.warning("the writer process (pid %d) hangs, or was stopped; starting another one", self.pid)
             self._child.reap(kill=True)
@@ -303,28 +310,29 @@ class Writer:
         return answers
 
     def _wait_for_another(self, error: str) -> list[Message]:
-        """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
-        what is not."""
+        """Notes that no writer could be started. What is persisted waits for the next one, which tells the other ranks
+        of what is not. Returns the answers."""
         if not self._unstarted:
             log.warning("%s; tried again every %.0f s", error, RESTART_S)
         self._unstarted, self._start_at, self._deaths = True, time.monotonic() + RESTART_S, 0
         return self._open.void_persists(error)
 
     def forget_slot(self, path: Path) -> None:
-        """The slot is gone; its memory is given back when the writer has let go of it, too."""
+        """Tells the writer that the slot is gone: its memory is given back when the writer has closed it, too."""
         with self._lock:
             self._child.channel.send(self._standing.forget(path))
 
     def leave(self) -> None:
-        """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""
+        """Leaves the writer at once: it finishes alone, as when its trainer dies, and unlinks the slots."""
         self.wake()
-        with self._lock:  # a thread that listens would take the end of the channel for a death
+        with self._lock:  # a listening thread would take the end of the channel for a death
             self._child.channel.close()
             self._let_go()
 
     @property
     def _patience_s(self) -> float:
-        """How long `close` waits: for a writer that cannot be started only where somebody has yet to commit a save."""
+        """How long `close` waits: without limit, unless no writer can be started and there is no save to commit or
+        drain."""
         owed = self._open.of("commit", "drain")
         return math.inf if owed or not self._unstarted else UNTOLD_S
 
@@ -334,7 +342,7 @@ class Writer:
             self._lent = None
 
     def _let_go(self) -> None:
-        """From here on the writer counts as left to itself."""
+        """Counts the writer as left to itself from here on."""
         self.left = True
         self._take_back()
         if self._unread is not None:
@@ -343,10 +351,10 @@ class Writer:
     def close(self, timeout_s: float) -> list[Message]:
         """Lets the writer finish its orders; returns its events, as `poll` does.
 
-        A snapshot that was expected and is not there by now never will be: who was to take it was interrupted.
+        An expected snapshot that is not there by now never will be: whoever was to take it was interrupted.
 
-        Raises WaitTimeout when it does not end in time; it goes on then. Where all that it has yet to do is to remove
-        old steps, that is no error: they may stay until the next sweep. Behind any error `poll` returns what was said.
+        Raises WaitTimeout if the writer does not end in time; it then goes on alone. If it has only old steps to
+        remove, that is no error: they may stay until the next sweep. After an error, `poll` returns the events.
         """
         self.wake()
         for order in self._open.of("expect"):
@@ -354,7 +362,7 @@ class Writer:
         began = time.monotonic()
         deadline = began + timeout_s
         while self._open and time.monotonic() < min(deadline, began + self._patience_s):
-            self._noted = self.poll(0.05)  # of another one, should it give up an order; kept behind Ctrl-C
+            self._noted = self.poll(0.05)  # from a replacement, if this one gives up an order; Ctrl-C loses none
         self._child.channel.send({"op": "close"})
         sweeps_until = min(deadline, time.monotonic() + (SWEEPS_S if self.hurries else math.inf))
         while not self._child.channel.closed:
@@ -373,6 +381,6 @@ class Writer:
         self._child.channel.close()
         self._let_go()
         if self._unread is not None:
-            self._unread.unlink()  # where the writer could not
+            self._unread.unlink()  # in case the writer could not
         self._noted += self._open.drop_all(error)
         return self.poll()

@@ -1,10 +1,11 @@
-"""Chunks into frames: with the codec that the user's rules and the store give each, in a thread beside the upload.
+"""Encodes chunks into frames, with the codec that the user's rules and the store give each, in a thread beside the
+upload.
 
 It is one thread: numpy's operations end sooner than threads hand over the interpreter's lock, so that two of them
 encode no faster than one (0.7 to 1.2 times, measured), and take time from the uploads.
 
 Measurements of one save serve the next: how fast the store takes bytes, how fast encoding is and how much it saves on
-each kind of tensor, and the bases of patches. Owned by the thread that persists. No torch.
+each kind of tensor, and the bases of patches. The thread that persists owns them. No torch.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ from ckptlib.writer.rates import Rate
 log = logging.getLogger(__name__)
 
 AHEAD_BYTES = 32 * 1024 * 1024
-"""Of chunks that are encoded before they are asked for: about what one pack of frames takes, so that the next one is
-encoded while it is put. Bounds the memory."""
+"""Bytes of chunks that are encoded before they are asked for: about one pack of frames, so that the next pack is
+encoded while this one is put. Bounds the memory."""
 
 MEASURED_FROM_BYTES = 4 * 1024 * 1024
-"""A smaller pack says more of the time of a request than of the speed of the store."""
+"""Smaller packs are not measured: they say more of the time of a request than of the speed of the store."""
 
 SAMPLES = 4
-"""Chunks of a kind, evenly spread, that are encoded to see whether it pays; without patches, which few of all chunks
-are tried with."""
+"""Chunks of a kind, evenly spread, that are encoded to see whether it pays; without patches, which are tried with few
+of all chunks."""
 
 SAMPLED_EVERY = 16
-"""Saves, at most, where it did not: the store and the load of the host may change."""
+"""Saves at most until the next samples of a kind for which encoding did not pay: the store and the load of the host may
+change."""
 
 FIRST_PAUSE = 2
-"""Saves after which that is looked at again for the first time; then after twice as many each time. The first samples
-come while a job begins, and may show a fraction of what encoding reaches later."""
+"""Saves until the first new samples of such a kind; the pause doubles each time. The first samples come while a job
+begins, and may show a fraction of what encoding reaches later."""
 
 
 class Encoded(NamedTuple):
@@ -59,18 +61,18 @@ class Encoded(NamedTuple):
 
     chunk: int
     frame: bytes | None
-    """None: it is stored as it is."""
+    """None: the chunk is stored as it is."""
     coding: Coding | None
     digest: str | None = None
-    """Of the decoded frame, where that is not the chunk itself."""
+    """Digest of the decoded frame, if that is not the chunk itself."""
 
 
 Kind = tuple[str, str]
-"""The last word of a tensor's name, and its dtype, which all layers share."""
+"""A kind of tensor, which all layers share: the last word of its name, and its dtype."""
 
 
 class _Plan(NamedTuple):
-    """For the chunks of one shard."""
+    """How to encode the chunks of one shard."""
 
     kind: Kind
     wanted: Candidate
@@ -78,27 +80,27 @@ class _Plan(NamedTuple):
 
 @dataclass(slots=True)
 class _Learned:
-    """Measurements of a kind."""
+    """Measurements of a kind of tensor."""
 
     stored: Rate = field(default_factory=Rate)
-    """Bytes of frames."""
+    """Bytes of frames per byte of chunks."""
     pays: bool | None = None
     num_skipped: int = 0
-    """Saves since it was last seen whether it pays."""
+    """Saves since samples last showed whether encoding pays."""
     pause: int = FIRST_PAUSE
-    """Saves until that is looked at again."""
+    """Saves until the next samples."""
 
 
 class _Work(NamedTuple):
-    """The result of the encoder for a chunk."""
+    """What the encoder made of a chunk."""
 
     attempt: Attempt | None
     frame: bytes | None
     rounded: Rounded | None
     wrong: str | None
-    """Why a frame was not taken: it does not give the chunk back."""
+    """Why a frame was rejected: it does not give the chunk back."""
     ended: float
-    """By the monotonic clock."""
+    """When the encoder ended, by the monotonic clock."""
 
 
 class _Job(NamedTuple):
@@ -108,11 +110,11 @@ class _Job(NamedTuple):
     of: TensorChunk
     kind: Kind
     codec: str | None
-    """None: that of its tensor is not trusted any more."""
+    """None: the codec of its tensor is not trusted any more."""
     base: Base | None
     nbytes: int
     began: float
-    """When it was given to the encoder; by the monotonic clock."""
+    """When the encoder was given the chunk, by the monotonic clock."""
     work: Future[_Work]
 
 
@@ -122,35 +124,37 @@ class Coder:
     def __init__(self, rules: CodecRules, is_local: bool) -> None:
         self._rules, self._is_local = rules, is_local
         self.encodes = _may_encode(rules, is_local)
-        """Whether any chunk ever is, whatever the tensors are called; if not, none needs to be looked at."""
+        """Whether any chunk is ever encoded, whatever the tensors are called; if not, no chunk needs to be looked
+        at."""
         self._store = Rate()
         self._uploads_until = 0.0
-        """Up to then the time of uploads is accounted for; by the monotonic clock."""
+        """The time of uploads is accounted for up to here, by the monotonic clock."""
         self._uploads_lock = threading.Lock()
         self._kinds: dict[Kind, _Learned] = {}
         self._table: object = None
         self._encoding = Rate()
-        """Seconds in which chunks are waiting to be encoded: longer where the host has no idle core."""
+        """Seconds in which chunks wait to be encoded, per byte: more if the host has no idle core."""
         self._is_cold = True
-        """The first chunk pays for memory that is kept, and tells little of those to come."""
+        """Whether only the first chunk was encoded, if any: it pays for memory that is kept, and tells little of later
+        ones."""
         self._busy_until = 0.0
-        """Up to then the time of the encoder is accounted for; by the monotonic clock."""
+        """The time of the encoder is accounted for up to here, by the monotonic clock."""
         self._sampled: set[Kind] = set()
-        """Kinds of which `candidates` gave samples last."""
+        """Kinds of which `candidates` returned samples last."""
         self._plans: list[_Plan | None] = []
-        """By chunk. None: it is stored as it is."""
+        """Plan of each chunk; None: it is stored as it is."""
         self._patches: Patches | None = None
         self._distrusted: set[str] = set()
-        """Codecs of which a frame did not decode to its chunk."""
+        """Codecs that made a frame which did not decode to its chunk."""
         self._executor: ThreadPoolExecutor | None = None
 
     @property
     def samples(self) -> bool:
-        """Whether there are samples among the chunks that `candidates` gave last."""
+        """Whether there are samples among the chunks that `candidates` returned last."""
         return bool(self._sampled)
 
     def note_upload(self, nbytes: int, began: float, ended: float) -> None:
-        """So many bytes went into the store, in a pack; times by the monotonic clock. Any thread may tell.
+        """Notes that a pack of `nbytes` bytes was put; times are by the monotonic clock. Any thread may call it.
 
         Time in which several were in flight counts once: the rate is that of all together.
         """
@@ -160,12 +164,12 @@ class Coder:
                 self._uploads_until = max(self._uploads_until, ended)
 
     def forget_patches(self) -> None:
-        """The save failed, or its slot was damaged: nothing is patched before the next whole copy."""
+        """Forgets all patches, since the save failed or its slot was damaged: the next copy of each chunk is whole."""
         self._patches = None
 
     def comparable(self, snapshot: Snapshot, parent: Part) -> Sequence[str]:
-        """The snapshot's digests, but "" for chunks that the parent has rounded in a way that nobody asks for now: the
-        job before, from whose memory this one goes on, may have asked for another codec."""
+        """Returns the snapshot's digests, but "" for chunks that the parent has rounded in a way that nobody asks for
+        now: the job before, from whose memory this one goes on, may have asked for another codec."""
         others = [
             chunk
             for chunk, coding in parent.codings.items()
@@ -179,12 +183,12 @@ class Coder:
         return digests
 
     def _asked(self, snapshot: Snapshot, chunk: int) -> str | None:
-        """The codec that the rules name for a chunk."""
+        """Returns the codec that the rules name for a chunk."""
         of = tensor_chunk(snapshot.table, snapshot.layout, chunk)
         return None if of is None else candidate(self._rules, of.tensor, of.content.dtype).codec
 
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The chunks that a codec is to be tried on, and those that are stored as they are; both ascending."""
+        """Returns the chunks that a codec is to be tried on, and those that are stored as they are; both ascending."""
         self._sampled.clear()
         if not self.encodes:
             return [], [*chunks]
@@ -203,7 +207,7 @@ class Coder:
         return sorted(coded), [chunk for chunk in chunks if chunk not in taken]
 
     def _worth_trying(self, kind: Kind, chunks: Sequence[int]) -> Sequence[int]:
-        """All chunks of a kind where encoding pays; a few, now and then, where that is not known; or none."""
+        """Returns all chunks of a kind if encoding pays, a few now and then if that is not known, or none."""
         learned = self._kinds.setdefault(kind, _Learned())
         if learned.stored.nbytes:
             bps = 1 / max(self._encoding.per_byte, 1e-15)
@@ -231,11 +235,10 @@ class Coder:
         parent: Part | None,
         refused: Set[int] = frozenset(),
     ) -> Generator[Encoded, None, None]:
-        """The coding of each of these, in their order. A base's pack is counted as the parent's.
+        """Yields the coding of each of these chunks, in their order. A base's pack is numbered as in the parent.
 
         `refused`: chunks that are not to be stored as changes of what the parent has. `body` is read until the iterator
-        ends or is closed.
-        Raises what a codec raises.
+        ends or is closed. Raises what a codec raises.
         """
         if not chunks:
             return
@@ -252,7 +255,7 @@ class Coder:
                     yield self._finish(patches, snapshot, parent, jobs.popleft())
             while jobs:
                 yield self._finish(patches, snapshot, parent, jobs.popleft())
-        finally:  # where the save failed, the slot may be written to again as soon as this is over
+        finally:  # if the save failed, the slot may be written to again as soon as this is over
             wait([job.work for job in jobs if not job.work.cancel()])
 
     def _submit(
@@ -304,7 +307,7 @@ class Coder:
         return Encoded(chunk, done.frame, Coding(job.codec, len(done.frame), None, loss), digest)
 
     def _note_wrong(self, save: SaveId, job: _Job, done: _Work) -> None:
-        """A codec that was wrong once is not used again, and said once."""
+        """Stops using a codec that made a wrong frame, and logs that once."""
         found = {PATCH: None if done.attempt is None else done.attempt.wrong, job.codec: done.wrong}
         for codec, wrong in found.items():
             if codec is None or wrong is None or codec in self._distrusted:
@@ -328,7 +331,7 @@ class Coder:
         attempt: Attempt,
         digest: str,
     ) -> Encoded | None:
-        """The stored bytes, if they are a patch."""
+        """Notes the attempt at a patch. Returns the coding if the chunk is stored as that patch."""
         found = None
         if attempt.frame is not None:
             assert job.base is not None
@@ -350,7 +353,7 @@ def _work(
 ) -> _Work:
     try:
         tried = None if attempt is None else attempt(raw)
-    except MemoryError:  # as of the encoder that comes next: without, the chunk is stored as it is
+    except MemoryError:  # the encoder below may raise it, too; without both, the chunk is stored as it is
         tried = Attempt(None, None)
     if codec is None or (tried is not None and tried.frame is not None):
         return _Work(tried, None, None, None, time.monotonic())
@@ -369,7 +372,7 @@ def _may_encode(rules: CodecRules, is_local: bool) -> bool:
 
 
 def _plans(rules: CodecRules, snapshot: Snapshot) -> list[_Plan | None]:
-    """By chunk. Of chunks in which several small shards lie: None; such chunks are never coded."""
+    """Returns the plan of each chunk; None for chunks that several small shards share: those are never coded."""
     table, found = snapshot.table, list[_Plan | None]()
     for shard, num in enumerate(table.num_chunks):
         tensor = snapshot.layout.tensors[table.tensors[shard]]

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _InDoubt(Exception):
-    """Rank 0 has given it up, and all of its parts are there, and alike: the manifest may be on its way."""
+    """Rank 0 has given the save up, but all of its parts are there, and alike: the manifest may be on its way."""
 
 
 class Commits:
@@ -56,31 +56,31 @@ class Commits:
         self._jobs, self._sweeps = JobThread("commit"), JobThread("sweep")
         self._sweeping = threading.Lock()
         self._nbytes = 0
-        """Of the packs of the last step."""
+        """Bytes of the packs of the last step."""
         self._undecided: dict[SaveId, Elapsed] = {}
-        """Since this rank heard of each first."""
+        """Time since this rank first heard of each save."""
 
     def expect(self, save: SaveId) -> None:
-        """It has been begun."""
+        """Notes that the save has begun."""
         self._undecided.setdefault(save, Elapsed())
 
     def forget(self, save: SaveId, error: BaseException | None = None) -> None:
-        """It will not be committed. `error`: why this rank's part will not come."""
+        """Notes that the save will not be committed. `error`: why this rank's part will not come."""
         self._undecided.pop(save, None)
         if isinstance(error, StoreFull):
-            self._jobs.put(partial(self._make_room, save, is_full=True))  # behind those that are decided before it
+            self._jobs.put(partial(self._make_room, save, is_full=True))  # after those that are decided before it
 
     def put(self, save: SaveId, began: float, again: bool = False) -> None:
-        """It is committed when all its parts are there. `began`: when it was begun, by the monotonic clock. `again`: a
-        writer that is gone may have committed it."""
+        """Has the save committed when all its parts are there. `began`: when it was begun, by the monotonic clock.
+        `again`: whether a writer that is gone may have committed it."""
         self._jobs.put(partial(self._commit, save, began, again))
 
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
-        """The trainer of a rank that does not commit learns the outcome."""
+        """Has the trainer told the outcome of a save that another rank commits."""
         self._jobs.put(partial(self._await, save, timeout_s))
 
     def finish(self) -> None:
-        """Waits for all that is to be committed."""
+        """Waits for all commits that were asked for."""
         self._jobs.finish()
 
     def finish_sweeps(self) -> None:
@@ -99,7 +99,7 @@ class Commits:
                 manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
             in_doubt = self.committer.may_have_put(save)
-            self._failures.give_up(save, error, in_doubt, is_put=True)  # but the others wait for the step
+            self._failures.give_up(save, error, in_doubt, is_put=True)  # the other ranks still wait for the step
             self._undecided.pop(save, None)
             if in_doubt and self._sweeper is not None:
                 self._sweeps.put(self._sweeper.doubt)
@@ -115,14 +115,15 @@ class Commits:
         told = {"seconds": seconds, "nbytes": manifest.nbytes, "sweeps": int(sweeps)}
         self._channel.send({"event": "committed", "save": str(save), **told})
         if self._tier is not None:
-            with self._tier.watched(save):  # behind one that hangs nothing would be committed any more
+            with self._tier.watched(save):  # after one that hangs nothing would be committed any more
                 self._tier.look_again()
         if self._sweeper is not None and sweeps:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
         self._make_room(save)
 
     def _once_more(self, save: SaveId, commit: Callable[[], Manifest]) -> Manifest:
-        """Calls `commit`, and again where its manifest may be there though the store failed. Raises as it does."""
+        """Calls `commit`, and once more if its manifest may be there though the store failed. Raises what `commit`
+        raises."""
         try:
             return commit()
         except StoreError as error:
@@ -138,7 +139,8 @@ class Commits:
         self._channel.send({"event": "swept"})
 
     def _make_room(self, save: SaveId, is_full: bool = False) -> None:
-        """Behind this save, in the thread that commits: what is removed now could be what the next one uses."""
+        """Makes room if the store is full, or nearly. Runs in the thread that commits, after this save and before the
+        next: what is removed could be what a save that is being committed uses."""
         if self._sweeper is None or self._trainer.gone:
             return
         with self._removing():
@@ -157,7 +159,7 @@ class Commits:
             log.warning("old steps could not be removed: %s", describe(error))
 
     def _is_nearly_full(self) -> bool:
-        """Whether there is no room for two more steps like the last one."""
+        """Returns whether there is no room for two more steps like the last one."""
         free = self._catalog.store.free_nbytes()
         return free is not None and free < 2 * self._nbytes
 
@@ -166,7 +168,7 @@ class Commits:
         try:
             with self._watchdog.work("await", save, deadline + self._trainer.deadline_s, minor=True):
                 while not self._is_decided(save):
-                    if time.monotonic() > deadline:  # for whoever asked; the save goes on
+                    if time.monotonic() > deadline:  # an answer for whoever asked; the save goes on
                         self._channel.send({"event": "undecided", "save": str(save)})
                         return
                     time.sleep(pause)
@@ -180,8 +182,8 @@ class Commits:
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
 
     def _is_decided(self, save: SaveId) -> bool:
-        """Whether it is committed; False where the store does not say. Raises SaveFailed when it never will be,
-        _InDoubt where it may be, and Superseded where a newer job has begun."""
+        """Returns whether the save is committed; False if the store does not say. Raises SaveFailed if it never will
+        be, _InDoubt if it may be, and Superseded if a newer job has begun."""
         try:
             if self._catalog.is_committed(save):
                 self._catalog.store.flush(STEPS)  # rank 0 may not have done so yet
@@ -191,7 +193,7 @@ class Commits:
                 raise_if_failed(self._catalog, save, found)
             except SaveFailed as error:
                 self._catalog.check_goes_on(save)  # all ranks raise one class: nobody may act on Superseded alone
-                if self._was_dropped(save):  # given up in doubt, and there all the same
+                if self._was_dropped(save):  # given up in doubt, but committed
                     return True
                 names, missing = choose_parts(self._catalog.parts(save), self._world_size)
                 if not missing and alike(name.check for name in names):
@@ -203,7 +205,7 @@ class Commits:
         return False
 
     def _was_dropped(self, save: SaveId) -> bool:
-        """Whether it was committed, and retention has dropped it since: a rank may ask late."""
+        """Returns whether the save was committed and retention has dropped it since: a rank may ask late."""
         try:
             return self._catalog.trash_record(save).reason == DROPPED
         except UNREADABLE:

@@ -15,16 +15,16 @@ class TensorChunk(NamedTuple):
     """A chunk in which one shard lies, or a piece of one."""
 
     tensor: str
-    """Its name."""
+    """Name of the tensor."""
     position: int
-    """Among the chunks of its shard."""
+    """Position among the chunks of the shard."""
     num: int
-    """The chunks of its shard."""
+    """Number of chunks of the shard."""
     content: Content
 
 
 def tensor_chunk(table: Table, layout: Layout, chunk: int) -> TensorChunk | None:
-    """The content of a chunk. None where several small shards share it: such chunks are never coded."""
+    """Returns the content of a chunk; None if several small shards share it: such chunks are never coded."""
     shards = table.shards_in(chunk)
     if len(shards) > 1 or table.is_shared(shards[0]):
         return None

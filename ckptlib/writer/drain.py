@@ -1,8 +1,8 @@
 """Copies one rank's share of a save from its host's disk to the store: the same keys, the same bytes.
 
-Packs first, then the layout, the part last; so what a crash leaves in the store is what one leaves of a save that goes
-there directly, and a copy that is begun again skips what is whole. Nothing is copied for long: what lies in a store for
-longer than a save may take could be swept while it is being committed. No torch.
+Packs go first, then the layout, and the part last. So a crash leaves in the store what it leaves of a save that goes
+there directly, and a copy that is begun again skips what is whole. No copy takes long: what lies in a store for longer
+than a save may take could be swept while it is being committed. No torch.
 
     a crash ...                 leaves in the store         then the next writer of the rank
     between packs               packs without a part        puts those that are missing
@@ -50,14 +50,14 @@ from ckptlib.writer.seen_packs import SeenPacks
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = min(WRITE_BYTES, 4 * 1024 * 1024)
-"""Read at once: pieces wait in memory until the store has taken them."""
+"""Bytes read at once: pieces wait in memory until the store has taken them."""
 
 NoteUpload = Callable[[int, float, float], None]
-"""Bytes of a pack, when its upload began, and when it ended; by the monotonic clock."""
+"""Is told the bytes of a pack, when its upload began, and when it ended, by the monotonic clock."""
 
 
 class Pace:
-    """Lets through so many bytes per second, from whichever thread they come."""
+    """Limits the bytes per second, over all threads."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._bytes_per_second = bytes_per_second
@@ -65,7 +65,7 @@ class Pace:
         self._free_at = 0.0
 
     def take(self, nbytes: int) -> None:
-        """Returns when they may go."""
+        """Returns when these bytes may go."""
         if self._bytes_per_second is None:
             return
         with self._lock:
@@ -76,9 +76,9 @@ class Pace:
 
 
 def missing(part: Part, present: Mapping[str, int]) -> list[Pack]:
-    """The packs of a part's own save that are yet to be put, in their order. `present`: bytes by key. Pure.
+    """Returns the packs of a part's own save that are yet to be put, in their order. `present`: bytes by key. Pure.
 
-    Raises SaveFailed where a key is taken by something else.
+    Raises SaveFailed if a key has an object of another size.
     """
     own = [pack for pack in part.packs if keys.pack_save(pack.key) == part.save]
     for pack in own:
@@ -103,7 +103,7 @@ class Drain:
         pace: Pace,
         note_upload: NoteUpload,
     ) -> None:
-        """`executor` compares what is copied with its digests. `deadline_s`: what one copy may take."""
+        """`executor` compares what is copied with its digests. `deadline_s`: how long one copy may take."""
         self._disk, self._bucket = disk, bucket
         self._executor, self._reader = executor, ThreadPoolExecutor(1, "ckptlib-read")
         self._rank, self._deadline_s = rank, deadline_s
@@ -111,14 +111,15 @@ class Drain:
         self._seen = SeenPacks(bucket.store)
         self.parts = OwnParts(bucket.store)
         self._layout_put: str | None = None
-        """Of the drain before, by this rank: the only one that retention cannot have deleted since."""
+        """Digest of the layout of the drain before, if this rank put it: the only one that retention cannot have
+        deleted since."""
 
     def copy(self, save: SaveId, is_new: bool = False, puts_layout: bool = True) -> int:
-        """Returns how many bytes of packs were put; 0 where all was there. `is_new`: nothing can be there.
-        `puts_layout`: else another rank of this save does.
+        """Copies a share; returns how many bytes of packs were put, 0 if all was there. `is_new`: nothing can be there.
+        `puts_layout`: if False, another rank of this save puts it.
 
-        Raises StoreError where the store fails: to be tried again. What else it raises stays as it is: Superseded,
-        SaveFailed where it took too long, CorruptData or SaveFailed where the disk does not have what was put on it.
+        Raises StoreError if the store fails: to be tried again. Its other errors are final: Superseded, SaveFailed if
+        it took too long, CorruptData or SaveFailed if the disk does not have what was put on it.
         """
         self._bucket.shared.check_there()
         self._bucket.check_goes_on(save)
@@ -126,7 +127,7 @@ class Drain:
         present = {} if is_new else self._present(part)
         lacking = missing(part, {key: entry.nbytes for key, entry in present.items()})
         if name in present:
-            if lacking:  # it was put late
+            if lacking:  # the part was put late
                 raise SaveFailed(
                     f"step {save.step}: the store has a part of it and lacks {lacking[0].key}, which a sweep has "
                     "deleted, or somebody else; it is given up, and stays on the local disk"
@@ -137,7 +138,7 @@ class Drain:
         lost = self._lost(part)
         packs = [*lost, *lacking]
         given_up = threading.Event()
-        checked = self._executor.submit(self._check, part, [*lost, *missing(part, {})], given_up)  # anew, each time
+        checked = self._executor.submit(self._check, part, [*lost, *missing(part, {})], given_up)  # all, each time
         try:
             for pack in packs:
                 self._put(pack, deadline)
@@ -153,7 +154,7 @@ class Drain:
         return sum(pack.nbytes for pack in packs)
 
     def _on_disk(self, save: SaveId) -> tuple[Part, str, bytes]:
-        """The rank's part, its key, and its bytes."""
+        """Returns the rank's part, its key, and its bytes."""
         try:
             name = part_there(self._disk, save, self._rank)
             if name is None:
@@ -163,7 +164,8 @@ class Drain:
             raise _unreadable(save.step, error) from error
 
     def _present(self, part: Part) -> dict[str, Entry]:
-        """The objects of this share that the store has. Who put them may have died before their names were durable."""
+        """Returns the objects of this share that the store has. Whoever put them may have died before their names were
+        durable."""
         store, start, found = self._bucket.store, f"{part.rank:06d}-{part.attempt}", dict[str, Entry]()
         for prefix in (part.save.packs_prefix, part.save.parts_prefix):
             if listed := store.scan(f"{prefix}{start}"):
@@ -172,8 +174,8 @@ class Drain:
         return found
 
     def _lost(self, part: Part) -> list[Pack]:
-        """Packs of earlier saves that are not in the store any more, but on this disk. Raises SaveFailed for one that
-        is in the store, and gives nothing."""
+        """Returns packs of earlier saves that are not in the store any more, to be put from this disk. Raises
+        SaveFailed for one that is in the store, but cannot be read."""
         lost = self._seen.lost(pack for pack in part.packs if keys.pack_save(pack.key) != part.save)
         for pack in lost:
             if self._bucket.store.entry(pack.key) is not None:
@@ -192,7 +194,7 @@ class Drain:
         return lost
 
     def _deadline(self, save: SaveId, present: Iterable[Entry]) -> float:
-        """By the monotonic clock. Raises SaveFailed when it has passed."""
+        """Returns when this copy must end, by the monotonic clock. Raises SaveFailed if that time has passed."""
         first = min((entry.modified for entry in present), default=None)
         age = 0.0 if first is None else max(0.0, clock.now(self._bucket.store) - first)
         if age > self._deadline_s:
@@ -209,19 +211,19 @@ class Drain:
         head = self._read(pack.key, 0, min(PAGE_BYTES, pack.nbytes))
         try:
             self._bucket.store.put(pack.key, head, self._pieces(pack), deadline=deadline)
-        except ObjectExists:  # by a request whose answer was lost; the listing before the next try compares sizes
+        except ObjectExists:  # put by a request whose answer was lost; the listing before the next try compares sizes
             raise StoreError(f"{pack.key}: was put meanwhile") from None
         self._note_upload(pack.nbytes, began, time.monotonic())
         self._seen.note(pack.key)
 
     def _pieces(self, pack: Pack) -> Iterator[Buffer]:
-        """The bytes behind the first page; the next piece is read while one is sent."""
+        """Yields the bytes behind the first page; the next piece is read while one is sent."""
         for piece in in_order(self._reader, partial(self._piece, pack), range(PAGE_BYTES, pack.nbytes, PIECE_BYTES), 2):
             self._pace.take(piece.nbytes)
             yield piece
 
     def _piece(self, pack: Pack, offset: int) -> memoryview:
-        """In memory that begins on a page: local stores take such pieces the fast way."""
+        """Reads a piece into memory that begins on a page: local stores take such pieces the fast way."""
         buffer = memoryview(mmap.mmap(-1, min(PIECE_BYTES, pack.nbytes - offset)))
         self._read_into(pack.key, offset, buffer)
         return buffer
@@ -239,10 +241,10 @@ class Drain:
             raise _unreadable(key, error) from error
 
     def _check(self, part: Part, packs: Iterable[Pack], given_up: threading.Event) -> None:
-        """What the disk has of these packs, chunk by chunk: nothing is committed that it has damaged.
+        """Checks what the disk has of these packs, chunk by chunk: nothing is committed that it has damaged.
 
-        A base that the disk has damaged or lost does no harm where the store has it. Raises CorruptData, and StoreError
-        where the store is away and cannot give such a base. It ends early when it is given up.
+        A base that the disk has damaged or lost does no harm if the store has it. Raises CorruptData, and StoreError if
+        the store is away and cannot give such a base. Ends early once `given_up` is set.
         """
         own, table = {pack.key for pack in packs}, part.table
         for chunk in range(len(part.digests)):
@@ -262,8 +264,8 @@ class Drain:
                 )
 
     def _wrong(self, part: Part, chunk: int, here: Set[str]) -> str | None:
-        """Why a load would not get this chunk back; None: it would. `here`: packs that are read from the disk; others
-        are read from the store."""
+        """Returns why a load would not get this chunk back; None if it would. `here`: packs that are read from the
+        disk; others are read from the store."""
 
         def read(key: str, offset: int, buffer: memoryview) -> None:
             (self._read_into if key in here else self._bucket.store.get_into)(key, offset, buffer)
@@ -277,7 +279,7 @@ class Drain:
 
 
 def _packs_of(part: Part, chunk: int) -> set[str]:
-    """The keys of the packs that a load needs for it."""
+    """Returns the keys of the packs that a load needs for this chunk."""
     found, coding = {part.packs[part.table.packs[chunk]].key}, part.codings.get(chunk)
     if coding is not None and coding.base is not None:
         found.add(part.packs[coding.base.pack].key)
@@ -285,5 +287,5 @@ def _packs_of(part: Part, chunk: int) -> set[str]:
 
 
 def _unreadable(what: object, error: StoreError) -> SaveFailed:
-    """Of the disk: trying again would not help, as it would where the store fails."""
+    """Returns the error for what the disk cannot read: trying again would not help, as it would if the store failed."""
     return SaveFailed(f"{what}: cannot be read from the local disk, and is not drained: {error}")

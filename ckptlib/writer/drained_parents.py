@@ -1,6 +1,5 @@
-"""Parents of saves that go to a local disk first: of what the store is known to have committed, the newest part. The
-store is not asked: no save waits for it. No torch.
-"""
+"""Parents of saves that go to a local disk first: the newest part among those that the store is known to have
+committed. The store is not asked: no save waits for it. No torch."""
 
 from __future__ import annotations
 
@@ -14,30 +13,31 @@ from ckptlib.writer.parents import fits, keep_few, oldest_save
 
 
 class DrainedParents:
-    """Parents of saves that are persisted on a local disk, for one rank. The first save of a writer has none."""
+    """Chooses the parents of one rank's saves on a local disk. The first save of a writer has none."""
 
     def __init__(self, known: Callable[[], Steps]) -> None:
-        """`known`: the steps of the store that `needs` tells of, as of when they were last listed."""
+        """`known`: returns the store's steps from those on that `needs` returns, as they were last listed."""
         self._known = known
         self._parts: list[Part] = []
         """Newest last."""
         self._parent: Part | None = None
-        """That was chosen last."""
+        """The parent that was chosen last."""
 
     def remember(self, part: Part) -> None:
-        """A part that is to be drained."""
+        """Remembers a part that is to be drained."""
         if all(other.save != part.save for other in self._parts):
             self._parts.append(part)
             keep_few(self._parts, self._parent)
 
     def needs(self) -> tuple[SaveId, SaveId] | None:
-        """The first step that matters to a choice, and the first that may be chosen; None: they are not known. From any
-        thread."""
+        """Returns the first step that matters to a choice, and the first that may be chosen; None: there is no part to
+        choose. Any thread may call it."""
         parts = tuple(self._parts)
         return (min(map(oldest_save, parts)), min(part.save for part in parts)) if parts else None
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
-        """The parent of a snapshot, and the steps there are; None: nothing can be taken over. Waits for nothing."""
+        """Returns the parent of a snapshot, None if nothing can be taken over, and the steps there are. Waits for
+        nothing."""
         steps = self._known()
         committed = (part for part in reversed(self._parts) if steps.has(part.save) and fits(part, snapshot))
         self._parent = next(committed, None)

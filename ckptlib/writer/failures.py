@@ -1,4 +1,4 @@
-"""When a save fails: a word to the other ranks through the store, an event to the trainer. No torch."""
+"""Tells of a save that failed: the other ranks through the store, the trainer by an event. No torch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from ckptlib.writer.told_warnings import ALREADY_TOLD
 log = logging.getLogger(__name__)
 
 FULL_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
-"""Where the store is full, and has no room for a word either. Other ranks' saves fail, too, and give back theirs."""
+"""Pauses between tries to publish a failure while the store is full. Other ranks' saves fail, too, and give their room
+back."""
 
 
 class Failures:
     """Tells of the saves that fail in one writer. Any thread may call it."""
 
     def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float) -> None:
-        """`shared`: of the root. `slack_s`: how long the next job waits for a failure to be published."""
+        """`shared`: the documents of the root. `slack_s`: how long the next job waits for a failure to be published."""
         self._channel, self._shared, self._rank = channel, shared, rank
         self._slack_s = slack_s
 
     def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False, is_put: bool = False) -> None:
-        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it. `in_doubt`: it may
-        be committed all the same. `is_put`: this rank's part may be there, so the next job may commit the save if no
-        word keeps it from that. The trainer is told as soon as that was tried once: a store that is full may have no
-        room for a word for long."""
+        """Publishes that this rank's part, or its commit, will not come, so that nobody waits for it. Tells the trainer
+        after the first try: a full store may have no room for the failure for long. `in_doubt`: the save may be
+        committed all the same. `is_put`: this rank's part may be there, so the next job may commit the save unless the
+        failure is published."""
 
         def tell(is_published: bool) -> None:
             self.report(save, error, in_doubt=in_doubt or (is_put and not is_published))
@@ -40,13 +41,13 @@ class Failures:
         self._publish(save, describe(error), tell)
 
     def publish(self, save: SaveId, error: str) -> None:
-        """To the other ranks alone."""
+        """Publishes a failure to the other ranks alone."""
         self._publish(save, error, lambda is_published: None)
 
     def _publish(self, save: SaveId, error: str, then: Callable[[bool], None]) -> None:
-        """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it.
+        """Publishes a failure in a thread of its own, since that may hang as well, and waits at most `slack_s` for it.
 
-        `then`: called when it was tried once, or hangs, with whether it is published.
+        `then`: called after the first try, or if it hangs, with whether the failure is published.
         """
         log.error("step %d: %s", save.step, error, extra=ALREADY_TOLD)
         deadline, tried, published = time.monotonic() + self._slack_s, threading.Event(), threading.Event()
@@ -59,21 +60,22 @@ class Failures:
     def _put(self, save: SaveId, error: str, tried: threading.Event, published: threading.Event) -> None:
         for pause_s in (*FULL_PAUSES_S, None):
             try:
-                self._shared.check_there()  # else the word would make a directory where the root was
+                self._shared.check_there()  # else the failure would make a directory where the root was
                 put_failure(self._shared.store, save, self._rank, error)
                 published.set()
                 return
             except (CkptError, OSError) as second:
                 if pause_s is None or not isinstance(second, StoreFull):
                     told = "step %d: the failure could not be published: %s"
-                    log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the failure, that is
+                    log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the publishing failed
                     return
             finally:
                 tried.set()
             time.sleep(pause_s)
 
     def report(self, save: SaveId, error: BaseException, seen: bool = False, in_doubt: bool = False) -> None:
-        """Tells the trainer alone. `seen`: it is what another rank has published; this one's slot may still be read."""
+        """Tells the trainer alone. `seen`: another rank has published the failure; this rank's slot may still be
+        read."""
         told: Message = {"kind": type(error).__name__, "error": describe(error)}
         marks = {name: True for name, is_so in (("seen", seen), ("in_doubt", in_doubt)) if is_so}
         self._channel.send({"event": "failed", "save": str(save), **told, **marks})

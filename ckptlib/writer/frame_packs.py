@@ -1,4 +1,4 @@
-"""How frames are gathered into packs: before a pack is put, or while it is. Moves no bytes."""
+"""Gathers frames into packs, before a pack is put or while it is. Moves no bytes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from ckptlib.writer.packs import Framed, Packer, PackShape
 from ckptlib.writer.share import PutChunks
 
 FRAMES_BYTES = 28 * 1024 * 1024
-"""Frames that are put as one pack, at most: they are in memory until they are. It is two parts of an upload."""
+"""Most bytes of frames that are put as one pack: they stay in memory until they are put. It is two parts of an
+upload."""
 
 FIRST_FRAMES_BYTES = 4 * 1024 * 1024
-"""Of the first such pack: until it is gathered the store waits. The next ones have twice as much each: where encoding
-is twice as fast as the store, one is gathered before the last one is put."""
+"""Bytes of the first such pack: the store waits until it is gathered. Each next one has twice as much: if encoding is
+twice as fast as the store, one is gathered before the last one is put."""
 
 
 class FramePack:
     """Frames that become one pack, in the order in which they are taken."""
 
     def __init__(self, packer: Packer, head_nbytes: int = 0) -> None:
-        """`head_nbytes`: of its header, where room is left for that before it is known."""
+        """`head_nbytes`: of its header, if room is left for that before it is known."""
         self.head_nbytes = head_nbytes
         self._packer = packer
         self._taken: list[Encoded] = []
         self._closed: tuple[PackShape, list[int]] | None = None
 
     def take(self, frames: Iterable[Encoded], nbytes: float = math.inf) -> Iterator[bytes]:
-        """The bytes of these, up to the first that exceeds so many; they are not kept."""
+        """Yields the bytes of these frames, up to the first that reaches `nbytes` in all; does not keep them."""
         for one in frames:
             assert one.frame is not None
             self._taken.append(one._replace(frame=b""))
@@ -39,14 +40,14 @@ class FramePack:
                 return
 
     def close(self) -> PackShape:
-        """All frames are taken."""
+        """Returns the shape of the pack, once all frames are taken."""
         if self._closed is None:
             framed = [Framed(e.chunk, e.coding.codec, e.coding.stored) for e in self._taken if e.coding is not None]
             self._closed = self._packer.pack_frames(framed, self.head_nbytes)
         return self._closed[0]
 
     def put(self, pack: Pack) -> PutChunks:
-        """It is in the store."""
+        """Returns the chunks that were put, once the pack is in the store."""
         assert self._closed is not None
         taken = self._taken
         return PutChunks(
@@ -60,7 +61,7 @@ class FramePack:
 
 
 def frames_of(encoded: Iterable[Encoded], raw: list[int]) -> Iterator[Encoded]:
-    """Those that are frames; the chunks of others are added to `raw`."""
+    """Yields those that are frames; adds the chunks of others to `raw`."""
     for one in encoded:
         if one.frame is None:
             raw.append(one.chunk)
@@ -69,7 +70,7 @@ def frames_of(encoded: Iterable[Encoded], raw: list[int]) -> Iterator[Encoded]:
 
 
 def in_packs(frames: Iterable[Encoded]) -> Iterator[list[Encoded]]:
-    """The chunks of each pack."""
+    """Yields the frames of each pack."""
     some: list[Encoded] = []
     nbytes, enough = 0, FIRST_FRAMES_BYTES
     for one in frames:

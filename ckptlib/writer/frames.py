@@ -1,8 +1,8 @@
-"""Every frame is decoded again before it is put, and compared with its chunk.
+"""Decodes every frame again before it is put, and compares it with its chunk.
 
-Otherwise only the load would find an encoder's bug, when the state is gone. Here it costs a few bytes: the chunk is
-stored as it is. Memory to decode into is made once per thread, and filled with the complement of what is to come out:
-no byte that a decoder leaves out can be right by chance, or because it was right at the last save. No torch.
+Otherwise only the load would find an encoder's bug, when the state is gone. Here a bug costs a few bytes: the chunk is
+stored as it is. The memory to decode into is made once per thread, and filled with the complement of the expected
+bytes: no byte that a decoder leaves out can be right by chance, or because it was right at the last save. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WrongFrame(Exception):
 
 
 class Rounded(NamedTuple):
-    """The decoded frame, where that is not the chunk."""
+    """What a decoded frame is, if it differs from the chunk."""
 
     digest: str
     absolute: float
@@ -42,8 +42,8 @@ _memory = _Memory()
 
 
 def encode(codec: Codec, raw: memoryview, content: Content, algorithm: str) -> tuple[bytes, Rounded | None] | None:
-    """A frame that gives `raw` back, or, of a lossy codec, what it keeps of it; None: it is better stored as it is, or
-    there is no memory for anything else.
+    """Returns a frame that gives `raw` back, or with a lossy codec what it keeps of it; None if the chunk is better
+    stored as it is, or there is no memory for anything else.
 
     Raises WrongFrame, and what else the encoder raises.
     """
@@ -63,8 +63,7 @@ def encode(codec: Codec, raw: memoryview, content: Content, algorithm: str) -> t
 def check_patch(
     codec: SummaryCodec, raw: memoryview, frame: bytes, summary: memoryview, base_summary: memoryview, content: Content
 ) -> None:
-    """Raises WrongFrame for one that does not give `raw` back from any base that `base_summary` tells the truth of, and
-    MemoryError."""
+    """Checks that a patch gives `raw` back from any base with `base_summary`. Raises WrongFrame, MemoryError."""
     with _any_error_is_wrong():
         if len(_memory.base) < len(raw):
             _memory.base = bytearray(len(raw))
@@ -75,7 +74,7 @@ def check_patch(
 
 @contextmanager
 def _any_error_is_wrong() -> Iterator[None]:
-    """A bug may raise anything; only want of memory is none. There is no I/O here."""
+    """Raises any error but MemoryError as WrongFrame: a bug may raise anything, and there is no I/O here."""
     try:
         yield
     except (WrongFrame, MemoryError):
@@ -85,7 +84,7 @@ def _any_error_is_wrong() -> Iterator[None]:
 
 
 def _decoded(raw: memoryview, frame: bytes, decode: Callable[[memoryview, memoryview], None]) -> bytearray:
-    """Its first bytes are what comes out, as many as `raw` has. They stay until the thread decodes again."""
+    """Returns the decoded frame: its first bytes, as many as `raw` has. They stay until the thread decodes again."""
     if not 0 < len(frame) <= len(raw):
         raise WrongFrame(f"it has {len(frame)} bytes, for a chunk of {len(raw)}")
     if len(_memory.decoded) < len(raw):

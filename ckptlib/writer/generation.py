@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class GenerationRecord:
-    """One per writer."""
+    """Puts the record of the job's generation. There is one per writer."""
 
     def __init__(
         self,
@@ -30,9 +30,10 @@ class GenerationRecord:
         again: bool = False,
         seen: KnownGenerations | None = None,
     ) -> None:
-        """`root_id`: of the root that the job opened. `first_step`: that is saved. `continues`: whether the job, which
-        did not say what it goes on from, goes on from what it finds. `again`: a writer that died may have put it.
-        `seen`: by the job as it opened the root; None: whoever calls knows that no other job has begun since."""
+        """`root_id`: id of the root that the job opened. `first_step`: the first that is saved. `continues`: whether
+        the job named no step to go on from, and goes on from what it finds. `again`: a writer that died may have put
+        the record. `seen`: the generations that the job saw as it opened the root; None: the caller knows that no other
+        job has begun since."""
         self.record = record
         self._root_id = root_id
         self._first_step = first_step
@@ -41,10 +42,10 @@ class GenerationRecord:
         self.is_put = False
 
     def put(self, catalog: Catalog) -> str | None:
-        """Puts it; returns warnings for the user. Raises the store's errors.
+        """Puts the record; returns warnings for the user. Raises the store's errors.
 
-        Raises Superseded where two jobs made the root in the same moment, and the store kept that of the other, and
-        where another job has begun since this one opened the root: what that one has saved would be left behind.
+        Raises Superseded if two jobs made the root in the same moment and the store kept the other's, or if another job
+        has begun since this one opened the root: what that one has saved would be left behind.
         """
         found = catalog.root()
         if found.id != self._root_id:
@@ -54,7 +55,7 @@ class GenerationRecord:
             )
         ids = catalog.generation_ids()
         if self._again and self.record.id in ids:
-            # It stands: what this job itself has saved and removed since is no reason to write another.
+            # The record stays: what this job itself has saved and removed since is no reason to write another.
             self.record, self._continues = catalog.generation(self.record.id), False
             catalog.shared.complete_generation(self.record.id)
             self.note_put(catalog)
@@ -75,12 +76,12 @@ class GenerationRecord:
         catalog.put_generation(self.record)
         self.note_put(catalog)
         if restored is not None and not self.record.rewind:
-            self._warning = self._warning or _left_behind(catalog, restored)  # of a try that the store failed
+            self._warning = self._warning or _left_behind(catalog, restored)  # or that of a try which the store failed
         return self._warning
 
     def _forget_foreign(self, catalog: Catalog, ids: Collection[GenerationId]) -> None:
-        """What was restored may be of another root: loaded by the same URL from another store, or from a root that was
-        there before. Then the job goes on from what is here."""
+        """Forgets a restored step of another root: loaded by the same URL from another store, or from a root that was
+        there before. The job then goes on from what is here."""
         origin = self.record.resumed_from
         if origin is None or origin.generation in ids:
             return
@@ -89,15 +90,15 @@ class GenerationRecord:
             self._warning = f"{catalog.store.url}: this job restored {origin}, of another root; steps here stay"
 
     def note_put(self, catalog: Catalog) -> None:
-        """It is there, so that it can be put again should somebody delete it."""
+        """Notes that the record is there, and keeps it, so that it can be put again if somebody deletes it."""
         self.is_put = True
         if not self._continues:  # else it says less than what is there
             catalog.shared.own_record = self.record
 
 
 def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
-    """A warning of steps that this job leaves behind, as of an older one that stood still while this one restored. No
-    more of them can come, now that the record is there."""
+    """Returns a warning if this job leaves steps behind, such as those of an older job that stood still while this one
+    restored. No more of them can come, now that the record is there."""
     try:
         later = [save for save in catalog.steps(restored).saves if save.step > restored.step]
         visible = [save for save in catalog.visible() if save.step > restored.step] if later else []
@@ -114,7 +115,8 @@ def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
 
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:
-    """The step that a job continues which did not restore: the newest one before its own first. And a warning."""
+    """Returns the step that a job continues which did not restore: the newest one before its own first. And a
+    warning."""
     visible = catalog.visible() if catalog.saves() else []
     hidden = [save.step for save in visible if save.step >= step]
     warning = None

@@ -1,7 +1,7 @@
 """Which chunks a save writes, and which it takes over from the save before, by their digests. Pure.
 
 A chunk of equal digest at the same place in an equal table is not written again: the new part names the place that it
-has in the packs of an earlier save. Some are written all the same, though they have not changed:
+has in the packs of an earlier save. Some unchanged chunks are written all the same:
 
 * those that are old, since a chunk that all steps share is a single point of rot; not all at once;
 * those that somebody asked for (`ckptlib refresh`), since they may be damaged;
@@ -21,14 +21,15 @@ from ckptlib.format.keys import PackSet, SaveId, pack_set
 from ckptlib.format.part import Pack, Part
 
 MAX_USES = 256
-"""Sets of packs that a part uses at most: its manifest and the listing of a sweep grow with them."""
+"""Most sets of packs that a part uses: its manifest and the listing of a sweep grow with them."""
 
 FEWER_USES = 192
-"""And so many are left when there were more, so that it is not the same at the next save."""
+"""How many sets stay in use when there were more, so that the next save does not exceed the limit again."""
 
 LIVE_SHARE = 0.5
-"""Of a pack whose save was dropped: with less than that in use, what is in use is written again, so that the pack can
-go. So what a root holds is at most twice what its steps need, and no byte is moved more than once for one that died."""
+"""Least share of a pack that must be in use once its save was dropped: with less, what is in use is written again, so
+that the pack can go. So what a root holds is at most twice what its steps need, and no byte is moved more than once for
+one that died."""
 
 STAGGER = 0.25
 """The last part of the time to a refresh, over which chunks are spread."""
@@ -41,24 +42,24 @@ class Rules:
     now: float
     """When the snapshot was taken; seconds since the epoch."""
     refresh_s: float
-    """Nothing older is referred to."""
+    """Age in seconds from which on a pack is not referred to."""
     committed: Set[SaveId]
-    """Of the saves that put packs of the parent, at least."""
+    """Committed saves, at least those of the saves that put packs of the parent."""
     distrusted: Collection[SaveId] = ()
-    """Those that are marked: packs that a mark covers are not referred to."""
+    """Saves that are marked for a refresh: packs that a mark covers are not referred to."""
     lost: Collection[Pack] = ()
     """Packs of the parent that are not in the store any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """Positions of chunks; each in one of them, ascending."""
+    """Positions of chunks. Each chunk is in one of the three, in ascending order."""
 
     taken: tuple[int, ...]
-    """Over from the parent."""
+    """Taken over from the parent."""
     changed: tuple[int, ...]
     carried: tuple[int, ...]
-    """Not changed, and written again."""
+    """Unchanged, and written again."""
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -66,12 +67,12 @@ class Increment:
 
 
 def whole(num_chunks: int) -> Increment:
-    """All is written."""
+    """Returns the increment that writes all chunks."""
     return Increment((), tuple(range(num_chunks)), ())
 
 
 def unchanged(digests: Sequence[str], parent: Part) -> list[int]:
-    """The chunks of a snapshot that the parent has, too; its table is equal."""
+    """Returns the chunks of a snapshot that the parent has, too. The parent's table must be equal."""
     if not parent.codings:
         return [chunk for chunk, (a, b) in enumerate(zip(digests, parent.digests, strict=True)) if a == b]
     before = [*parent.digests]
@@ -81,7 +82,7 @@ def unchanged(digests: Sequence[str], parent: Part) -> list[int]:
 
 
 def plan(digests: Sequence[str], parent: Part, rules: Rules) -> Increment:
-    """The chunks of a snapshot that are written. The parent's table is equal."""
+    """Returns which chunks of a snapshot are written. The parent's table must be equal."""
     same = unchanged(digests, parent)
     packs = _packs_of(parent, same)
     doomed = _doomed(parent, same, rules)
@@ -103,9 +104,9 @@ def plan(digests: Sequence[str], parent: Part, rules: Rules) -> Increment:
 
 
 def without_base(digests: Sequence[str], parent: Part, rules: Rules) -> frozenset[int]:
-    """Chunks that, changed or not, are not to be stored as changes of what the parent has.
+    """Returns chunks that, changed or not, are not to be stored as changes of what the parent has.
 
-    A base is referred to as much as a chunk that has not changed is.
+    A part refers to a base as to an unchanged chunk, so the same rules decide.
     """
     doomed, old = _doomed(parent, unchanged(digests, parent), rules), _old(parent, rules)
     if not doomed and not old:
@@ -116,7 +117,7 @@ def without_base(digests: Sequence[str], parent: Part, rules: Rules) -> frozense
 
 
 def _old(parent: Part, rules: Rules) -> dict[int, float]:
-    """The age of each pack of which something is to be refreshed, as a share of the time to a refresh."""
+    """Returns the age of each pack of which something is to be refreshed, as a share of the time to a refresh."""
     return {
         number: (rules.now - pack.created) / rules.refresh_s
         for number, pack in enumerate(parent.packs)
@@ -125,7 +126,7 @@ def _old(parent: Part, rules: Rules) -> dict[int, float]:
 
 
 def _packs_of(parent: Part, chunks: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Of each chunk: the packs that it needs, that of its base included."""
+    """Returns the packs that each chunk needs, that of its base included."""
     packs = parent.table.packs
     one: list[tuple[int, ...]] = [(number,) for number in range(len(parent.packs))]
     found = {chunk: one[packs[chunk]] for chunk in chunks}
@@ -136,12 +137,13 @@ def _packs_of(parent: Part, chunks: Sequence[int]) -> dict[int, tuple[int, ...]]
 
 
 def _due(chunk: int) -> float:
-    """When a chunk is refreshed, as a share of the time to a refresh: different for neighbours, always the same."""
+    """Returns when a chunk is refreshed, as a share of the time to a refresh: different for neighbours, always the
+    same."""
     return 1 - STAGGER * ((chunk * 0x9E3779B1) % 2**32) / 2**32
 
 
 def _doomed(parent: Part, same: Collection[int], rules: Rules) -> set[int]:
-    """The parent's packs that are not referred to any more."""
+    """Returns the parent's packs that are not referred to any more."""
     live = [0] * len(parent.packs)
     for chunk in same:
         live[parent.table.packs[chunk]] += parent.stored[chunk]

@@ -1,7 +1,7 @@
-"""The step that a job has restored from the store, as its trainer read it: told to the writers, so that the first save
-need not ask for it again.
+"""What the trainer read of the step that the job restored from the store. It tells the writers, so that the first save
+need not read it again.
 
-It says nothing of whether the step is still there: that is asked as a parent is chosen. No torch.
+This does not say whether the step is still there: that is asked when a parent is chosen. No torch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class OwnPart:
 
     name: PartName
     document: bytes
-    """Of the digest in its name, which whoever decodes it checks."""
+    """Its digest is in its name; whoever decodes it checks that."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownOrigin:
-    """What one rank knows of the step."""
+    """What one rank knows of the step that the job restored."""
 
     save: SaveId
     part: OwnPart | None
-    """Its own, whose packs were all there; None: it has none that could be a parent."""
+    """The rank's own part, if all its packs were there; None: the rank has none that could be a parent."""
     manifest: bytes | None = None
-    """Rank 0's."""
+    """The step's manifest; on rank 0 only."""
     accounted: bool = False
-    """Whether the start that made the step had left its account; see `catalog.accounts`. Rank 0's."""
+    """Whether the start that made the step had left its account; see `catalog.accounts`. On rank 0 only."""
     read_at: float = field(default_factory=time.monotonic)
     """When the step was read, by the monotonic clock, which the processes of a host share."""
 
@@ -66,15 +66,15 @@ class KnownOrigin:
         )
 
     def decoded_manifest(self) -> Manifest | None:
-        """Raises CorruptData, FormatError."""
+        """Returns the manifest, if it is known. Raises CorruptData, FormatError."""
         if self.manifest is None:
             return None
         return Manifest.decode(self.save, self.manifest, f"{self.save.manifest_key}, as the trainer read it")
 
 
 class Lent:
-    """What is known, where the writer of this process reads it: a part may have megabytes, and the trainer waits for
-    nobody to take them off its hands, as it would at a full socket."""
+    """A file in memory from which the writer of this process reads what is known. A part may have megabytes, and the
+    trainer waits for no reader, as it would at a full socket."""
 
     def __init__(self, known: KnownOrigin) -> None:
         self._fd = os.memfd_create("ckptlib-known")
@@ -93,7 +93,8 @@ class Lent:
 
 
 def lend(known: KnownOrigin) -> Lent | None:
-    """None where this process may open no more files, or has no memory: then the writer asks the store."""
+    """Lends what is known; None if this process can open no more files, or has no memory: then the writer asks the
+    store."""
     try:
         return Lent(known)
     except OSError as error:
@@ -102,7 +103,7 @@ def lend(known: KnownOrigin) -> Lent | None:
 
 
 def borrowed(path: str | None) -> KnownOrigin | None:
-    """What a trainer has lent; None where it is gone, or cannot be read: then the store is asked."""
+    """Returns what a trainer has lent; None if the trainer is gone, or it cannot be read: then the store is asked."""
     if path is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Numpy, imported when there is something to compute: it is a third of what the imports of a writer take, just when the
-training starts, or restores.
+"""Imports numpy only when there is something to compute: it is a third of what the imports of a writer take, just when
+the training starts, or restores.
 
-`defer` puts an empty module in its place, which modules may import and which becomes numpy when it is first asked for
-anything; other threads wait until it is.
+`defer` puts an empty module in numpy's place. Modules may import it; it becomes numpy when it is first asked for
+anything, and other threads wait until it is.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ NAME = "numpy"
 
 _BEGUN = "__ckptlib_begun__"
 _importing = threading.RLock()
-"""While it is imported numpy asks for itself, and goes on; whoever else asks waits."""
+"""Held during the import: numpy asks for itself then, and goes on; other threads that ask wait."""
 
 
 class _Deferred(ModuleType):
-    """Has what an import looks at: a spec and a path."""
+    """Stands in for numpy. Has what an import looks at: a spec and a path."""
 
     @override
     def __getattribute__(self, name: str) -> object:
         if not (name.startswith("__") and name.endswith("__")):
             _become(self)
-        return ModuleType.__getattribute__(self, name)  # not super: it is of another class by now
+        return ModuleType.__getattribute__(self, name)  # not super(): the module is of another class by now
 
 
 def defer() -> None:
-    """Before numpy is imported; nothing happens where it is, or cannot be found."""
+    """Defers the import. Call it before numpy is imported: it does nothing if numpy is there, or cannot be found."""
     spec = None if NAME in sys.modules else importlib.util.find_spec(NAME)
     if spec is not None and spec.loader is not None:
         module = _Deferred(NAME)
@@ -41,7 +41,7 @@ def defer() -> None:
 
 
 def load() -> None:
-    """Now, rather than when it is first asked for something."""
+    """Imports numpy now, rather than when it is first asked for something."""
     _become(sys.modules.get(NAME))
 
 

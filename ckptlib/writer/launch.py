@@ -15,10 +15,10 @@ from ckptlib.writer import logfile
 def launch(
     end: socket.socket, log_path: Path, wait_s: float, unread: WriterLock | None, page: int | None
 ) -> subprocess.Popen[bytes]:
-    """A writer whose orders come over `end`. Raises OSError.
+    """Starts a writer, whose orders come over `end`. Raises OSError.
 
-    `wait_s`: the most that it puts off its imports, until its standard input says something. `page`: the descriptor of
-    rank 0's account.
+    `wait_s`: the most seconds that it delays its imports, until its standard input says something. `page`: the
+    descriptor of rank 0's account.
     """
     with logfile.append_to(log_path) as output:
         return subprocess.Popen(
@@ -47,7 +47,7 @@ def launch(
 
 
 def no_start(error: OSError) -> str:
-    """What to say where it raised that."""
+    """Returns the message for an error of `launch`."""
     return (
         f"no writer process can be started: {error}; expected room for one process, a few open files, and a file in "
         "the temporary directory"

@@ -1,8 +1,8 @@
-"""Packs that an earlier process put for the same save before it was killed: which of them need not be put again.
+"""Finds packs that an earlier process put for the same save before it was killed: they need not be put again.
 
-A pack of chunks as they are depends on the snapshot alone, but for the attempt in its name. So the one that is to be
-put now may be there, under the name of another attempt. Neither name nor size is believed: its header must be the very
-same bytes, and each of its chunks, read back, must have the digest that the snapshot was sealed with. No torch.
+A pack of chunks as they are depends on the snapshot alone, but for the attempt in its name. So the pack that is to be
+put may be there already, under the name of another attempt. Neither name nor size is believed: the header must be the
+very same bytes, and each chunk, read back, must have the digest that the snapshot was sealed with. No torch.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from ckptlib.writer.packs import PackShape
 log = logging.getLogger(__name__)
 
 READS = 4
-"""At once, each into memory of its own."""
+"""Reads at once, each into memory of its own."""
 
 READ_BYTES = 8 * 1024 * 1024
-"""Of neighbouring chunks, with one request."""
+"""Most bytes of neighbouring chunks in one request."""
 
 _ATTEMPT = slice(len("000000-"), len("000000-00000000"))
-"""In the last word of a pack's key."""
+"""Where the attempt is in the last word of a pack's key."""
 
 
 class LeftPacks:
-    """Of the one save of a process; the store is listed once."""
+    """The packs that the store has of one save, the only one of a process; the store is listed once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._save: SaveId | None = None
         self._there: dict[str, list[tuple[str, int]]] = {}
-        """Keys and sizes, by the name without its attempt."""
+        """Keys and sizes of the packs, by the name without its attempt."""
 
     def find(self, snapshot: Snapshot, key: str, shape: PackShape, rows: Sequence[tuple[int, int]]) -> str | None:
-        """The key of a pack that has what the one of `key` is to have; None: it has to be put.
+        """Returns the key of a pack in the store with the content that the one of `key` is to have; None: it has to be
+        put.
 
         `rows`: its chunks, by number in the snapshot, with their offsets in the pack. Raises the store's errors, but
         for those of one object.
@@ -50,7 +51,7 @@ class LeftPacks:
             self._save, self._there = header.save, {}
             for entry in self._store.scan(header.save.packs_prefix):
                 self._there.setdefault(_without_attempt(entry.key), []).append((entry.key, entry.nbytes))
-            if self._there:  # killed before they were durable, perhaps
+            if self._there:  # its process may have been killed before they were durable
                 self._store.flush(header.save.packs_prefix)
         for other, nbytes in self._there.get(_without_attempt(key), ()):
             head = shape.head(header.save, header.rank, snapshot.layout.digest)
@@ -79,7 +80,7 @@ class LeftPacks:
 
 
 def _reads(rows: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Neighbours that are read together."""
+    """Yields neighbours that are read together."""
     some: list[tuple[int, int]] = []
     for chunk, offset in rows:
         if some and offset + sizes[chunk] - some[0][1] > READ_BYTES:

@@ -21,36 +21,37 @@ with contextlib.suppress(ImportError):  # on Windows, where this module is only 
 log = logging.getLogger(__name__)
 
 EMPTY_S, PRINTED_S = 3600.0, 30 * 86400.0
-"""How old logs of writers that have ended become: those with nothing in them, and others."""
+"""Ages in seconds at which logs of writers that have ended are removed: empty ones, and others."""
 
 
 def new_path(rank: int) -> Path:
-    """Where the writer of a rank of this process prints to; there is no such file yet."""
+    """Returns the path that the writer of a rank of this process prints to; there is no such file yet."""
     directory = _directory()
     _tidy(directory)
     return directory / f"writer-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}.log"
 
 
 def append_to(path: Path) -> BinaryIO:
-    """The file, made where there is none. It is locked for as long as it is open here, or in a writer that has it."""
+    """Opens the file, and makes it if there is none. It is locked while it is open here, or in a writer that inherited
+    it."""
     return open(path, "ab", opener=_open_locked)
 
 
 def _open_locked(name: str, flags: int) -> int:
     fd = os.open(name, flags | os.O_NOFOLLOW, 0o600)
-    with contextlib.suppress(OSError):  # where there is no lock, nobody can remove it
+    with contextlib.suppress(OSError):  # without a lock, nobody can remove it
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
 
 
 @functools.cache
 def _tidy(directory: Path) -> None:
-    """Once for each process: there may be thousands, and a writer that is started again is waited for."""
+    """Removes old logs, once per process: there may be thousands, and a restarted writer is waited for."""
     remove_old(directory)
 
 
 def remove_old(directory: Path) -> None:
-    """Each start of a job leaves some: of writers that were killed, and of those that have told something."""
+    """Removes old logs: each start of a job leaves those of writers that were killed, or printed something."""
     now = time.time()
     for path in directory.glob("writer-*.log"):
         with contextlib.suppress(OSError):
@@ -60,7 +61,7 @@ def remove_old(directory: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether its writer runs. Raises OSError where that cannot be told."""
+    """Returns whether its writer runs. Raises OSError if that cannot be told."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,10 +73,11 @@ def _is_open(path: Path) -> bool:
 
 
 def _directory() -> Path:
-    """One for all jobs of this user; where somebody else was first to take its name, one of this job's own.
+    """Returns the directory for all jobs of this user, or one of this job's own if somebody else was first to take its
+    name.
 
-    The temporary directory, or where there is none /dev/shm, is everybody's: a link there would lead the log elsewhere,
-    and who owns the directory could put another file in its place.
+    The temporary directory, or /dev/shm if there is none, is everybody's: a link there would lead the log elsewhere,
+    and whoever owns the directory could put another file in the log's place.
     """
     path = files.usual()[-1] / f"ckptlib-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):

@@ -26,12 +26,13 @@ class OpenSlots:
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
         self._refused: dict[str, FormatError] = {}
-        """Those that could not be opened, and why."""
+        """Slots that could not be opened, and why."""
         self.keep_s = 0.0
-        """How long they are kept for a successor."""
+        """How long the slots are kept for a successor."""
 
     def open(self, path: str) -> Slot | None:
-        """None where it is gone: the trainer made a larger one while this process was still starting."""
+        """Opens a slot; returns None if it is gone: the trainer made a larger one while this process was still
+        starting."""
         try:
             slot = self._slots[path] = Slot.open(Path(path))
         except FormatError as error:
@@ -41,37 +42,38 @@ class OpenSlots:
         return slot
 
     def take(self, path: str) -> None:
-        """It is to be read. From now on it is locked, so that a successor sees that there is work to do."""
+        """Locks a slot that is to be read, so that a successor sees that there is work to do."""
         slot = self._slots.get(path) or self.open(path)
         if slot is not None:
             slot.read_lock()
 
     def find(self, path: str) -> Slot:
-        """Raises FormatError for one that could not be opened."""
+        """Returns an open slot. Raises FormatError if it could not be opened."""
         slot = self._slots.get(path)
         if slot is None:
             raise self._refused.get(path) or FormatError(f"{path}: this slot is not open in the writer")
         return slot
 
     def forget(self, path: str) -> None:
-        """Gives the memory back."""
+        """Closes a slot, and so gives its memory back."""
         self._refused.pop(path, None)
         slot = self._slots.pop(path, None)
         if slot is not None:
             slot.close()
 
     def abandon(self) -> None:
-        """A successor may have them."""
+        """Lets a successor have the slots."""
         for slot in self._slots.values():
             slot.abandon()
 
     def await_successor(self, rescue: Callable[[list[Slot]], None] | None) -> None:
-        """They are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
+        """Keeps the slots for a restarted job, which recovers from them soonest, and unlinks them when it needs them no
+        more. Unlinks what is left of them after `keep_s`.
 
-        `rescue`: a step that is in memory only is persisted when no such job has come for a while; again and again,
-        while the store fails. It is told which slots are left. A job that goes on from them saves that step itself;
-        should it be gone before it holds it, they are as needed as before. Nor is it left to that job for longer than
-        half of the time: it may do nothing. At last the slots go.
+        `rescue` persists a step that is in memory only, if no such job has come for a while; it is told which slots are
+        left, and called again while the store fails. A job that goes on from the slots saves that step itself; if it is
+        gone before it holds the step, they are as needed as before. Nor is the step left to that job for longer than
+        half of `keep_s`: it may do nothing.
         """
         slots = list(self._slots.values())
         began, pause_s = time.monotonic(), min(RESCUE_AFTER_S, self.keep_s / 2)
@@ -82,7 +84,7 @@ class OpenSlots:
                 if now - began >= self.keep_s / 2 or not any(is_taken_up(slot.path) for slot in left):
                     try:
                         rescue(left)
-                        done = left  # what a job removes of them later, it can do without: see `left_of`
+                        done = left  # a job can do without what it removes of them later: see `left_of`
                     except StoreError as error:
                         log.warning(
                             "what is in memory only could not be persisted, which is tried again: %s", describe(error)

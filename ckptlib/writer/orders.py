@@ -1,4 +1,4 @@
-"""What a writer was told to do and has not done: the next one does it, should this one die. No torch."""
+"""Orders that a writer was given and has not carried out: its successor does, if it dies. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAVES = ("persist", "commit", "void")
 
 
 class _OrderKey(NamedTuple):
-    """There is one open order for each."""
+    """Identifies an open order: there is one for each key."""
 
     save: str
     elsewhere: bool
@@ -21,14 +21,14 @@ class _OrderKey(NamedTuple):
 
 
 class OpenOrders:
-    """The open orders of one rank's writer, oldest first; whoever calls holds the lock."""
+    """The open orders of one rank's writer, oldest first. The caller holds the lock."""
 
     def __init__(self, rank: int, has_local: bool) -> None:
-        """`has_local`: saves go to a local disk first, and are drained from there."""
+        """`has_local`: whether saves go to a local disk first, and are drained from there."""
         self._rank, self._has_local = rank, has_local
         self._done = ("drain",) if has_local else ("persist", "commit")
-        """Orders of which a writer that is gone may have done all, where it had begun: rank 0, or the next job, may
-        commit the save."""
+        """Orders that a writer which is gone may have carried out, if it had begun: rank 0, or the next job, may commit
+        the save."""
         self._open: dict[_OrderKey, Message] = {}
 
     def __len__(self) -> int:
@@ -41,18 +41,18 @@ class OpenOrders:
         self._open[_OrderKey(order["save"], order["op"] == "await")] = order
 
     def begin(self, save: str) -> None:
-        """A writer persists it now: another one, in its place, does it again."""
+        """Notes that a writer persists this save now: its successor would do so again."""
         order = self._open.get(_OrderKey(save, elsewhere=False))
         if order is not None and order["op"] == "persist":
             order["again"] = True
 
     def again(self) -> list[Message]:
-        """For a writer in the place of one that is gone, which may have done a part of each; of what it had only been
-        told to persist, nothing."""
+        """Returns the orders for the successor of a writer, which may have done a part of each, but nothing of what it
+        had only been told to persist."""
         return [order if order["op"] == "persist" else {**order, "again": True} for order in self]
 
     def expected(self, save: SaveId) -> Message | None:
-        """The order to expect the snapshot of `save`, if nothing more is known of it yet."""
+        """Returns the order to expect the snapshot of `save`, if nothing more is known of it yet."""
         order = self._open.get(_OrderKey(str(save), elsewhere=False))
         return order if order is not None and order["op"] == "expect" else None
 
@@ -61,11 +61,11 @@ class OpenOrders:
 
     @property
     def num_undrained(self) -> int:
-        """Saves that are to be drained and are not committed or, on other ranks than 0, not drained yet."""
+        """Number of saves to be drained that are not committed or, on other ranks than 0, not drained yet."""
         return sum(order["op"] != "void" and order.get("drains", False) for order in self)
 
     def note(self, event: Message) -> None:
-        """The writer's answer to one of them, which ends it or makes it another one."""
+        """Notes the writer's answer to an order, which ends the order or makes it another one."""
         kind, save = event["event"], event["save"]
         if kind != "undecided":
             self._note_own(event)
@@ -85,21 +85,21 @@ class OpenOrders:
         elif kind == "failed" and event.get("replace"):  # nobody has told the other ranks
             self._open[key] = {"op": "void", "save": save, "error": event["error"]}
         elif kind == "failed" and event.get("seen"):
-            pass  # its own share is still to be told of
+            pass  # this rank's share has no answer yet
         else:
             self._open.pop(key, None)
 
     def void_persists(self, error: str) -> list[Message]:
-        """No writer could be started: what was to be persisted is void, which the next one tells the other ranks.
-        Returns the answers."""
+        """Makes orders to persist void, since no writer could be started; the next one tells the other ranks. Returns
+        the answers."""
         failed = self.of("persist")
         for order in failed:
             self.add({**order, "op": "void", "error": error})
         return [self.failure(order, error) for order in failed]
 
     def drop_all(self, error: str) -> list[Message]:
-        """Returns the answers to orders that no writer carries out. They say nothing of a save that another rank
-        commits: whoever asked for its outcome may ask again. Failures come first: what has failed needs no other
+        """Drops orders that no writer carries out, and returns the answers. They say nothing of a save that another
+        rank commits: whoever asked for its outcome may ask again. Failures come first: what has failed needs no other
         answer. What is expected stays: no writer has read any of it, and the next one persists it when it is there."""
         orders = [order for order in self if order["op"] != "expect"]
         self._open = {key: order for key, order in self._open.items() if order["op"] == "expect"}
@@ -107,7 +107,7 @@ class OpenOrders:
         return failed + [{"event": "undecided", "save": order["save"]} for order in orders if order["op"] == "await"]
 
     def failure(self, order: Message, error: str) -> Message:
-        """The answer of a writer that is gone, or does not run."""
+        """Returns the failure that stands for the answer of a writer that is gone, or does not run."""
         told = {"event": "failed", "save": order["save"], "kind": "SaveFailed", "error": error}
         may_be_done = order["op"] in self._done and (order["op"] != "persist" or "again" in order)
         return {**told, "in_doubt": True} if may_be_done else told

@@ -11,7 +11,7 @@ from ckptlib.writer.seen_packs import SeenPacks
 
 
 class OwnParts:
-    """Used by one thread; others may ask."""
+    """Puts the parts of one rank. One thread puts; others may ask."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -20,11 +20,11 @@ class OwnParts:
     def put(
         self, part: Part, key: str, document: bytes, elapsed: Elapsed, may_take_s: float, deadline: float | None
     ) -> None:
-        """Behind the packs of its save, which may be gone by now, as sweeps know nothing of a part to come. That is
-        asked before; and once more when it is there, since it may have been put late: a live job's commit asks for no
-        packs.
+        """Puts a part, after the packs of its save. The packs may be gone by now, as sweeps know nothing of a part to
+        come. So this checks that they took no longer than a save may; and checks again when the part is there, since it
+        may have been put late: a live job's commit asks for no packs.
 
-        Raises SaveFailed where the save has taken longer than it may, asleep or awake; and what `store.put` raises.
+        Raises SaveFailed if the save has taken longer than it may, asleep or awake, and what `store.put` raises.
         `elapsed`: since before the first of the packs was put.
         """
         self._check_not_swept(part, elapsed, may_take_s, "no part is put")
@@ -32,23 +32,24 @@ class OwnParts:
         try:
             self._store.put(key, document, deadline=deadline)
         except (StoreDenied, StoreFull):
-            # Elsewhere a request before may have put it, whose answer was lost.
+            # On other stores an earlier request, whose answer was lost, may have put it.
             if self._store.is_local and self._store.entry(key) is None:
                 self._doubted = before
             raise
         self._check_not_swept(part, elapsed, may_take_s, "its part counts for nothing")
 
     def doubt(self, save: SaveId) -> None:
-        """A writer that is gone may have put it."""
+        """Notes that a writer that is gone may have put the part of this save."""
         self._doubted = save
 
     def may_have_put(self, save: SaveId) -> bool:
-        """Whether a part of it may be there, by which rank 0 commits the save: the last one that was begun."""
+        """Returns whether a part may be there by which rank 0 commits this save. Knows only of the save that was begun
+        last."""
         return self._doubted == save
 
     def _check_not_swept(self, part: Part, elapsed: Elapsed, may_take_s: float, so: str) -> None:
-        """Where only the wall clock says that it took so long, it may have been set; so the packs are looked for
-        then."""
+        """Raises SaveFailed if the packs took too long. If only the wall clock says so, it may have been set; so this
+        looks for the packs then."""
         own = (pack for pack in part.packs if pack_save(pack.key) == part.save)
         is_late = elapsed.seconds() > may_take_s
         if is_late or (elapsed.at_most() > may_take_s and SeenPacks(self._store, 0.0).lost(own)):

@@ -1,6 +1,6 @@
 """This rank's share of each save: persisted from its slot, with a local tier drained from the disk, or given up.
 
-What becomes of the save then, whose shares are those of all ranks, is for `commits`. No torch.
+`commits` handles what becomes of the save then, whose shares are those of all ranks. No torch.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class OwnShares:
         tier: Tier | None,
         commits: Commits,
     ) -> None:
-        """`persister`: with a local tier, to the disk."""
+        """`persister`: persists to the disk if there is a local tier."""
         self._channel, self._trainer, self._watchdog, self._failures = channel, trainer, watchdog, failures
         self._catalog, self._rank = catalog, rank
         self._slots, self._beginning, self._persister = slots, beginning, persister
         self._tier, self._commits = tier, commits
         self.parts = persister.parts if tier is None else tier.parts
-        """Of this rank, in the store."""
+        """The parts of this rank in the store."""
 
     def persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool) -> None:
-        """From the thread that persists. `path`: of the slot. `drains`, `puts_layout`: see `Writer.persist`. `again`: a
-        writer that is gone may have done it, in part or all."""
+        """Persists a share, in the thread that persists. `path`: of the slot. `drains`, `puts_layout`: see
+        `Writer.persist`. `again`: whether a writer that is gone may have done it, in part or all."""
         self._channel.send({"event": "persists", "save": str(save)})  # before anything of it can be put
         began = time.monotonic()
         deadline = began + self._trainer.deadline_s
@@ -82,7 +82,7 @@ class OwnShares:
     def _persist_slot(
         self, save: SaveId, path: str, drains: bool, puts_layout: bool, again: bool, deadline: float
     ) -> Part:
-        """`again`: a writer that died may have put a part of it. On a disk that one is found."""
+        """Persists a slot. `again`: whether a writer that died may have put a part; on a disk that one is found."""
         if again and self._tier is None:
             self.parts.doubt(save)
         try:
@@ -92,7 +92,7 @@ class OwnShares:
         try:
             if self._tier is None:
                 if again:
-                    raise_if_failed(self._catalog, save)  # as the one that died may have told
+                    raise_if_failed(self._catalog, save)  # as the writer that died may have told
                 self._beginning.put()
                 part = self._persister.persist(slot, save, deadline, puts_layout=puts_layout)
                 if again:
@@ -118,16 +118,17 @@ class OwnShares:
         return self._persister.persist(slot, save, deadline, may_be_parent=drains)
 
     def drain(self, save: SaveId, began: float, puts_layout: bool = True, again: bool = False) -> None:
-        """From the thread that drains. `began`: when it was to be, at the earliest, by the monotonic clock. `again`: a
-        writer that is gone may have drained it, and rank 0's may have committed it."""
+        """Drains a share, in the thread that drains. `began`: when it was to be drained, at the earliest, by the
+        monotonic clock. `again`: whether a writer that is gone may have drained it, and rank 0's may have committed
+        it."""
         assert self._tier is not None
         asks = again or time.monotonic() > began + self._trainer.deadline_s
 
         def before() -> None:
             nonlocal asks
             if asks:
-                raise_if_failed(self._catalog, save)  # as rank 0 may have told since, or the one that is gone
-            asks = True  # should the store fail now
+                raise_if_failed(self._catalog, save)  # as rank 0, or the writer that is gone, may have told
+            asks = True  # in case the store fails now
             self._beginning.put()
 
         try:
@@ -145,7 +146,7 @@ class OwnShares:
             self._tier.settle(save)
 
     def fail(self, save: SaveId, error: BaseException, drains: bool = True) -> None:
-        """From the thread that persists: this rank's part will not come.
+        """Gives up this rank's share, in the thread that persists: its part will not come.
 
         With a local tier that thread does not wait for the store, and nobody waits for what is not drained.
         """

@@ -32,7 +32,7 @@ MAX_HEAD_BYTES = 100_000_000
 HEAD_BUDGET_BYTES = 64 * 1024 * 1024
 
 ALIGN_BYTES = 64
-"""A chunk lies in a pack as it lies in the slot, by this measure: views of it stay aligned to their elements."""
+"""A chunk lies in a pack as in the slot, modulo this: views of it stay aligned to their elements."""
 
 
 class Piece(NamedTuple):
@@ -47,23 +47,23 @@ class PackShape:
     """One pack of a part: its chunks, and the header's entries."""
 
     pieces: tuple[Piece, ...]
-    """Ranges of the body, one behind the other; whole pages where the chunks in them are. A pack of frames has none."""
+    """Ranges of the body, one behind the other; whole pages if the chunks in them are. A pack of frames has none."""
     data_nbytes: int
     """Bytes behind the header."""
     head_nbytes: int
     entries: str
     """JSON text of the header's entries, without braces."""
     told: str
-    """JSON text of what else the metadata tell, without braces; with a comma before it where there is any."""
+    """JSON text of what else the metadata tell, without braces; with a comma before it if there is any."""
     version: str
-    """Of the format; "2" where there are frames."""
+    """Version of the format; "2" if there are frames."""
 
     @property
     def nbytes(self) -> int:
         return self.head_nbytes + self.data_nbytes
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
-        """The first bytes of the pack: `head_nbytes`, or where that does not suffice as many pages as it takes."""
+        """Returns the first bytes of the pack: `head_nbytes`, or as many pages as it takes if that does not suffice."""
         metadata = {"ckptlib": self.version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
         text = f'{{"__metadata__":{json.dumps(metadata)[:-1]}{self.told}}},{self.entries}}}'.encode()
         padded = text.ljust(max(round_up(8 + len(text)), self.head_nbytes) - 8)
@@ -80,7 +80,7 @@ class Framed(NamedTuple):
     chunk: int
     codec: str
     nbytes: int
-    """Of the frame."""
+    """Bytes of the frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,12 @@ class Packing:
     chunks: tuple[int, ...]
     """Positions in the slot's table; ascending."""
     numbers: tuple[int, ...]
-    """Per packed chunk: position in `packs`; ascending."""
+    """Position in `packs` of each packed chunk; ascending."""
     offsets: tuple[int, ...]
-    """Per packed chunk: in the pack's file."""
+    """Offset of each packed chunk in the pack's file."""
 
     def rows(self, number: int) -> list[tuple[int, int]]:
-        """Each chunk of one pack, and its offset there."""
+        """Returns each chunk of one pack, and its offset there."""
         own = slice(bisect_left(self.numbers, number), bisect_right(self.numbers, number))
         return [*zip(self.chunks[own], self.offsets[own], strict=True)]
 
@@ -112,10 +112,10 @@ class Packer:
         self._begins = table.begins(self._sizes)
         self._known: dict[tuple[int, ...], Packing] = {}
         self._entries: dict[int, list[_Entry]] = {}
-        """By chunk."""
+        """The header's entries for each chunk."""
 
     def pack(self, chunks: tuple[int, ...]) -> Packing:
-        """Of these chunks, ascending. The same chunks always give the same packing."""
+        """Returns the packing of these chunks, ascending. The same chunks always give the same packing."""
         if chunks not in self._known:
             if len(self._known) >= KNOWN_PACKINGS:
                 del self._known[next(iter(self._known))]
@@ -135,7 +135,7 @@ class Packer:
         return Packing(tuple(packs), chunks, tuple(numbers), tuple(offsets))
 
     def _shape(self, chunks: Sequence[int], positions: Sequence[int], pieces: tuple[Piece, ...]) -> PackShape:
-        """`positions`: of the chunks, behind the header."""
+        """Returns the shape of one pack. `positions`: offsets of the chunks behind the header."""
         texts: list[str] = []
         told: dict[str, dict[str, Json]] = {"dtypes": {}, "boxes": {}}
         end, gaps, stop = 0, 0, sum(piece.stop - piece.start for piece in pieces)
@@ -157,7 +157,7 @@ class Packer:
         return _shape(pieces, stop, texts, told)
 
     def _cuts(self, chunks: Sequence[int]) -> Iterator[list[int]]:
-        """The chunks of each pack. Where the next one begins on a page, or is no neighbour, a pack can end."""
+        """Yields the chunks of each pack. A pack can end where the next chunk begins on a page, or is no neighbour."""
         table, some = self.table, list[int]()
         nbytes = head = 0
         for chunk in chunks:
@@ -174,7 +174,8 @@ class Packer:
             yield some
 
     def frame_runs(self, chunks: Sequence[int]) -> list[tuple[Sequence[int], int]]:
-        """The chunks, cut so that frames of a whole run go into one pack; of each run the room for the header of that.
+        """Returns the chunks, cut into runs whose frames go into one pack each; with each run the room for the pack's
+        header.
 
         It suffices, since no frame is larger than its chunk.
         """
@@ -188,9 +189,9 @@ class Packer:
         return [*self.frame_runs(chunks[:half]), *self.frame_runs(chunks[half:])]
 
     def pack_frames(self, frames: Sequence[Framed], head_nbytes: int = 0) -> tuple[PackShape, list[int]]:
-        """One pack of frames, one behind the other, and where each of them lies in its file.
+        """Returns one pack of frames, one behind the other, and where each of them lies in its file.
 
-        `head_nbytes`: of the header, where that was fixed beforehand and suffices.
+        `head_nbytes`: length of the header, if that was fixed beforehand and suffices.
         """
         texts, ends = [], [*itertools.accumulate(frame.nbytes for frame in frames)]
         told: dict[str, dict[str, Json]] = {"dtypes": {}, "boxes": {}, "codecs": {}}
@@ -204,7 +205,7 @@ class Packer:
         return shape, [shape.head_nbytes + end - frame.nbytes for frame, end in zip(frames, ends, strict=True)]
 
     def _entries_of(self, chunk: int) -> list[_Entry]:
-        """A header's entries for a chunk: one for each shard in it."""
+        """Returns the header's entries for a chunk: one for each shard in it."""
         if chunk not in self._entries:
             self._entries[chunk] = [*map(partial(self._entry, chunk), self.table.shards_in(chunk))]
         return self._entries[chunk]
@@ -229,13 +230,13 @@ class Packer:
 
 
 KNOWN_PACKINGS = 4
-"""Of one table: often the same chunks change at every save."""
+"""Packings that are kept of one table: often the same chunks change at every save."""
 
 
 def _pieces(table: Table, chunks: Sequence[int]) -> tuple[tuple[Piece, ...], list[int]]:
-    """The ranges of the body that hold these chunks, and where each chunk lies when they follow one another.
+    """Returns the ranges of the body that hold these chunks, and where each chunk lies when they follow one another.
 
-    Neighbours are one range. A range ends with a page where no other chunk has a part of that.
+    Neighbours are one range. A range ends with a page if no other chunk has a part of that page.
     """
     pieces: list[Piece] = []
     positions: list[int] = []
@@ -252,7 +253,7 @@ def _pieces(table: Table, chunks: Sequence[int]) -> tuple[tuple[Piece, ...], lis
 
 
 def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of those that follow one another."""
+    """Yields the first and the last of each run of chunks that follow one another."""
     first = last = chunks[0]
     for chunk in chunks[1:]:
         if chunk != last + 1:
@@ -268,22 +269,22 @@ class _Entry(NamedTuple):
     name: str
     dtype: str
     has_word: bool
-    """Whether safetensors has one for its dtype."""
+    """Whether safetensors has a word for its dtype."""
     box: Json
     """Shape of the tensor, offset and shape of the shard."""
     is_plain: bool
-    """Whether its name and shape tell that, too."""
+    """Whether its name and shape tell the box, too."""
     offset: int
-    """In the body."""
+    """Offset in the body."""
     nbytes: int
     text: str
-    """JSON, up to where it lies."""
+    """JSON of the entry, up to its offsets."""
     head_nbytes: int
-    """About what it takes in a header."""
+    """About how many bytes it takes in a header."""
 
 
 def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
-    """Position in the whole tensor of a box's element, given by its position in the box; both row-major."""
+    """Returns the position in the whole tensor of a box's element, given its position in the box; both row-major."""
     flat, stride = 0, 1
     for size, offset, extent in zip(reversed(shape), reversed(box.offset), reversed(box.shape), strict=True):
         element, index = divmod(element, extent)
@@ -293,14 +294,14 @@ def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
 
 
 Told = Mapping[str, Mapping[str, Json]]
-"""What else the metadata tell of entries, by what it is: torch's dtype, where safetensors has no word for it; shape of
-the tensor, offset and shape of the shard, where name and shape do not tell; the codec, of a frame."""
+"""What else the metadata tell of entries, by what it is: torch's dtype, if safetensors has no word for it; shape of the
+tensor, offset and shape of the shard, if name and shape do not tell; the codec, of a frame."""
 
 
 def _shape(
     pieces: tuple[Piece, ...], data_nbytes: int, texts: Sequence[str], told: Told, head_nbytes: int = 0
 ) -> PackShape:
-    """`head_nbytes`: of the header, at least."""
+    """Returns the shape of a pack. `head_nbytes`: of the header, at least."""
     dumped = {what: json.dumps(of, separators=(",", ":")) for what, of in told.items() if of}
     text = "".join(f", {json.dumps(what)}: {json.dumps(of)}" for what, of in dumped.items())
     version = "2" if told.get("codecs") else "1"
@@ -310,7 +311,7 @@ def _shape(
 
 
 def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
-    """Of an entry, up to where it lies."""
+    """Returns the JSON of an entry, up to its offsets."""
     sizes = ",".join(map(str, shape))
     return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":'
 

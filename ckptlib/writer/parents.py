@@ -30,8 +30,8 @@ KEPT = 5
 
 
 def keep_few(parts: list[Part], parent: Part | None) -> None:
-    """Forgets the oldest of more than KEPT. The parent that was chosen last stays beside them: it is the newest
-    committed one as long as saves fail."""
+    """Forgets the oldest part if there are more than KEPT. The parent that was chosen last stays beside them: it is the
+    newest committed one as long as saves fail."""
     oldest = 1 if parts[0] is parent else 0
     if len(parts) - oldest > KEPT:
         del parts[oldest]
@@ -41,35 +41,36 @@ class Parents:
     """Chooses the parent of each save of one rank. For one thread."""
 
     def __init__(self, catalog: Catalog, world_size: int, seen: SeenPacks) -> None:
-        """`seen`: is told of packs that the job's trainer has seen."""
+        """`seen` is told of packs that the job's trainer has seen."""
         self._catalog, self._seen = catalog, seen
         self._world_size = world_size
         self._parts: list[Part] = []
         """Newest last."""
         self._parent: Part | None = None
-        """That was chosen last."""
+        """The parent that was chosen last."""
         self._searched = False
         self._origin: SaveId | None = None
         """The step that the job resumed from; None: the record of its generation tells."""
         self._known: KnownOrigin | None = None
-        """What its trainer has read of that, until it is used."""
+        """What the trainer has read of that step, until it is used."""
         self._listed: ListedSteps | None = None
 
     def begin_anew(self) -> None:
-        """There is nothing to be found that this writer has not put."""
+        """Notes that nothing can be found but what this writer has put."""
         self._searched = True
 
     def go_on_from(self, save: SaveId, known: KnownOrigin | None) -> None:
-        """Nothing of this generation is there yet if `known` says what the trainer has read of this step: a writer in
-        the place of a dead one is not told that."""
+        """Notes the step that the job resumed from. `known`: what the trainer has read of it; if given, nothing of this
+        generation is there yet, since a writer in the place of a dead one is not told it."""
         self._origin = save
         if known is not None and not self._searched:
             self._known = known
 
     def remember(self, part: Part) -> None:
-        """A part that was put; once its step is committed, it may be a parent.
+        """Remembers a part that was put; once its step is committed, it may be a parent.
 
-        Of two of one save neither may: who knows which one the manifest names. Nothing keeps what only the other uses.
+        If one save has two parts, neither may: nobody knows which one the manifest names. Nothing keeps what only the
+        other uses.
         """
         twins = [other for other in self._parts if other.save == part.save]
         for other in twins:
@@ -79,12 +80,13 @@ class Parents:
             keep_few(self._parts, self._parent)
 
     def search_again(self) -> None:
-        """There may be another part of the newest save, by a writer that died: its manifest tells which one counts."""
+        """Forgets all parts and searches again: a writer that died may have put another part of the newest save, and
+        its manifest tells which one counts."""
         self._parts.clear()
         self._searched = False
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
-        """The parent of a snapshot, and the steps that matter to it; None: nothing can be taken over.
+        """Returns the parent of a snapshot, None if nothing can be taken over, and the steps that matter to it.
 
         Lists no steps before those of the packs that the candidates use: each rank asks at each save. Waits up to
         `patience_s` for the commit of the newest part, if that has more in common with the snapshot than the parts that
@@ -116,7 +118,8 @@ class Parents:
         return self._listed.steps
 
     def _find(self, snapshot: Snapshot) -> Part | None:
-        """The part of a step that this writer has not put, if it can be a parent once that step is committed."""
+        """Returns the part of a step that this writer has not put, if it can be a parent once that step is
+        committed."""
         known = self._known
         save = self._start(snapshot.header.save) if known is None else known.save
         if save is None:
@@ -133,7 +136,7 @@ class Parents:
             return None
 
     def _read(self, save: SaveId, snapshot: Snapshot) -> Part | None:
-        """From the store."""
+        """Returns this rank's part of a save from the store; None if it cannot be a parent."""
         manifest = self._catalog.manifest(save)
         if manifest.world_size != self._world_size:
             return None
@@ -141,14 +144,14 @@ class Parents:
         return _decoded(name, self._catalog.store.get(name.key), snapshot)
 
     def _take(self, known: KnownOrigin, snapshot: Snapshot) -> Part | None:
-        """As the trainer has read it. Its packs were there as the job restored."""
+        """Returns the part as the trainer has read it. Its packs were there when the job restored."""
         part = None if known.part is None else _decoded(known.part.name, known.part.document, snapshot)
         for pack in () if part is None else part.packs:
             self._seen.note(pack.key, known.read_at)
         return part
 
     def _start(self, save: SaveId) -> SaveId | None:
-        """The newest committed save of the generation, else the one that it resumed from."""
+        """Returns the newest committed save of the generation, else the one that it resumed from."""
         steps = self._catalog.steps()
         own = [other for other in steps.saves if other.generation == save.generation and other != save]
         if own:
@@ -164,9 +167,9 @@ class Parents:
 
 
 def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None:
-    """The part of this name; None where it cannot be a parent of the snapshot. Raises CorruptData, FormatError.
+    """Returns the part of this name; None if it cannot be a parent of the snapshot. Raises CorruptData, FormatError.
 
-    Tables that are cut alike name one layout, so that of the snapshot is that of the part: it is not read.
+    Tables that are cut alike name one layout, so the snapshot's layout is the part's: it is not read.
     """
     with gc_pause.kept():
         part = Part.decode(name, document)
@@ -177,17 +180,17 @@ def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None
 
 
 def fits(part: Part, snapshot: Snapshot) -> bool:
-    """Whether chunks of equal numbers are of the same bytes of the same tensors, named by the same digests."""
+    """Returns whether chunks of equal numbers are of the same bytes of the same tensors, named by the same digests."""
     return part.algorithm == snapshot.algorithm and part.table.cuts_digest == snapshot.table.cuts_digest
 
 
 def oldest_save(part: Part) -> SaveId:
-    """Of those that a part needs: its own, and those of its packs."""
+    """Returns the oldest of the saves that a part needs: its own, and those of its packs."""
     return min([part.save, *(of for of in (pack_save(pack.key) for pack in part.packs) if of is not None)])
 
 
 def _nbytes_gained(snapshot: Snapshot, newest: Part, parent: Part | None) -> int:
-    """The bytes that could be taken over from the newest part, but not from the parent."""
+    """Returns the bytes that could be taken over from the newest part, but not from the parent."""
     found = {*unchanged(snapshot.digests, newest)}
     if parent is not None:
         found -= {*unchanged(snapshot.digests, parent)}

@@ -1,12 +1,12 @@
-"""Which chunks are stored as changes of their last whole copy, and the memory for that from save to save.
+"""Chooses which chunks are stored as changes of their last whole copy, and keeps what that takes from save to save.
 
 The bytes of the whole copy, the keyframe, are gone when the next save comes. A summary is kept, about a twentieth of
-it, in this process: in a file beside the slots it would take as much memory, and a writer that dies stores such chunks
-whole once more.
+it, in this process: a file beside the slots would take as much memory, and a writer's death only makes the next save
+store such chunks whole once more.
 
 Most tensors change as a whole at every save, and a summary of them is made for nothing. So a few chunks of each tensor
-are tried first; where a patch of one of them pays, the next whole copy of the tensor's other chunks is summarized, too.
-A chunk whose first patch does not pay, such as the hot rows of a table, is tried more and more rarely.
+are tried first; if a patch of one of them pays, the next whole copy of the tensor's other chunks is summarized, too. A
+chunk whose first patch does not pay, such as the hot rows of a table, is tried more and more rarely.
 
 A save is made against its parent, which may lie several saves back while commits are late. So a summary is kept for as
 long as a save that may still become a parent needs it. One thread uses this, but for what `attempt` returns, which
@@ -35,18 +35,18 @@ PROBES = 4
 """Chunks of a shard that are tried first, evenly spread."""
 
 KEYFRAMES_KEPT = parents.KEPT + 1
-"""Of a chunk, at most: each of the parts that may become a parent may need another one."""
+"""Most keyframes of a chunk: each of the parts that may become a parent may need another one."""
 
 
 class Attempt(NamedTuple):
-    """A thread's findings on a chunk."""
+    """What a thread found out about a chunk."""
 
     frame: bytes | None
-    """None: a patch does not pay, or there is nothing to make it against. Else it is what is stored."""
+    """The patch, which is what is stored. None: it does not pay, or there is nothing to make it against."""
     summary: bytes | None
-    """Of the chunk, should it be stored whole; None: it is not to be kept."""
+    """Summary of the chunk, should it be stored whole; None: it is not to be kept."""
     wrong: str | None = None
-    """Why a patch was not taken that would have paid: it does not give the chunk back."""
+    """Why a patch that would have paid was not taken: it does not give the chunk back."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class _Keyframe:
 
     summary: bytes
     cycle: Cycle
-    """Bytes of it and of the patches against it."""
+    """Counts the bytes of this copy and of the patches against it."""
     last: SaveId
     """The newest save that needs it."""
 
@@ -65,12 +65,12 @@ class _Chunk:
     """The state of one chunk."""
 
     keyframes: dict[str, _Keyframe] = field(default_factory=dict)
-    """By digest; newest last."""
+    """Keyframes by digest; newest last."""
     trials: Trials = field(default_factory=Trials)
 
 
 class Patches:
-    """Of the chunks of one table."""
+    """Makes patches of the chunks of one table."""
 
     def __init__(self) -> None:
         codec = registry.find(PATCH)
@@ -81,7 +81,7 @@ class Patches:
         """Tensors of which a patch has paid."""
 
     def attempt(self, chunk: int, of: TensorChunk, base: Base | None) -> Callable[[memoryview], Attempt]:
-        """A function for another thread, of the chunk's bytes."""
+        """Returns a function of the chunk's bytes that tries a patch, for another thread."""
         known, codec = self._known(chunk, base), self._codec
         tried = self._chunks.get(chunk)
         is_due = (tried is None or tried.trials.due) and (of.tensor in self._paying or _is_probe(of))
@@ -106,7 +106,7 @@ class Patches:
         return run
 
     def patched(self, save: SaveId, chunk: int, of: TensorChunk, base: Base, nbytes: int) -> None:
-        """A save stores a chunk as a patch of so many bytes."""
+        """Notes that a save stores a chunk as a patch of `nbytes` bytes."""
         known = self._known(chunk, base)
         assert known is not None
         known.cycle, known.last = known.cycle.then(nbytes), save
@@ -116,7 +116,8 @@ class Patches:
     def stored_whole(
         self, save: SaveId, chunk: int, base: Base | None, digest: str, nbytes: int, summary: bytes | None
     ) -> None:
-        """A save stores a chunk whole, in so many bytes. `base`: what a patch was tried against. `digest`: its own."""
+        """Notes that a save stores a chunk whole, in `nbytes` bytes. `base`: what a patch was tried against. `digest`:
+        the chunk's."""
         known = self._known(chunk, base)
         if chunk not in self._chunks and summary is None:
             return
@@ -130,7 +131,7 @@ class Patches:
             found.keyframes[digest] = _Keyframe(summary, Cycle(nbytes), save)
 
     def drop_unneeded(self, chunk: int, base: Base | None, parent: SaveId | None) -> None:
-        """Summaries of a chunk that no save from this parent on is made against. `base`: the parent's."""
+        """Drops summaries of a chunk that no save from this parent on is made against. `base`: the parent's."""
         if chunk not in self._chunks:
             return
         kept = self._chunks[chunk].keyframes
@@ -141,20 +142,20 @@ class Patches:
             del kept[next(iter(kept))]
 
     def _known(self, chunk: int, base: Base | None) -> _Keyframe | None:
-        """The summary of a base."""
+        """Returns the keyframe that a base names, if there is a summary of it."""
         found = self._chunks.get(chunk)
         return None if base is None or found is None else found.keyframes.get(base.digest)
 
 
 def base_of(parent: Part | None, chunk: int) -> Base | None:
-    """The last whole copy of a chunk, as its parent knows it; its pack is counted as the parent's."""
+    """Returns the last whole copy of a chunk, as its parent knows it; its pack is numbered as in the parent."""
     if parent is None:
         return None
     coding = parent.codings.get(chunk)
     if coding is not None and coding.base is not None:
         return coding.base
     if coding is not None and coding.loss is not None:
-        return None  # what it decodes to is not what was summarized
+        return None  # its decoded bytes are not those that were summarized
     codec, table = None if coding is None else coding.codec, parent.table
     return Base(table.packs[chunk], table.offsets[chunk], parent.stored[chunk], codec, parent.digests[chunk])
 

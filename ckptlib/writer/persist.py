@@ -42,7 +42,7 @@ FRAMES_PUTS = 2
 """Packs of frames that are put at once, so that the store is busy while one is published or the next one encoded."""
 
 GATHER_BYTES = 1024 * 1024
-"""Pieces that are smaller are copied together: a write of each would cost more."""
+"""Smaller pieces are copied together: a write of each would cost more."""
 
 _LOST = (
     "%s: %d packs that step %d needs are not there any more, as %s. Did somebody delete them, or a rule of the bucket "
@@ -66,10 +66,11 @@ class Persister:
         shared: SharedDocuments | None = None,
     ) -> None:
         """`executor` runs the digest check beside the writes; both release the GIL. `refresh_s`: chunks that are older
-        are written again, though they have not changed. `rules`: None stores chunks as they are. `drained`: where the
-        store is a disk from which saves are drained to another one; whoever drains tells `note_upload`. `pack_nbytes`:
-        of a save that may be a killed process's: packs have no more, and those that it left are not put again.
-        `shared`: of the committer of this process, which need not read again what this has seen in the store."""
+        are written again, though they have not changed. `rules`: None stores chunks as they are. `drained`: given if
+        the store is a disk from which saves are drained to another one; whoever drains calls `note_upload`.
+        `pack_nbytes`: most bytes of a pack, for a save that a killed process may have begun; packs that it left are not
+        put again. `shared`: documents of this process' committer, which need not read again what this has seen in the
+        store."""
         self._store = store
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
@@ -84,9 +85,10 @@ class Persister:
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._shared = SharedDocuments(store) if shared is None else shared
         self._layout_put: str | None = None
-        """Of the save before, by this rank: the only one that retention cannot have deleted since."""
+        """Digest of the layout that this rank put with the save before: the only one that retention cannot have deleted
+        since."""
         self._deadline: float | None = None
-        """Of the save that is persisted now."""
+        """Deadline of the save that is persisted now."""
         self._patience_s = 0.0
         """How long the last save took: waiting longer for the commit of a parent would cost more than it saves."""
 
@@ -168,32 +170,33 @@ class Persister:
         return part
 
     def begin_anew(self) -> None:
-        """There was no step when the job opened the root, and no other writer of this rank: no parent is looked for."""
+        """Looks for no parent: there was no step when the job opened the root, and no other writer of this rank."""
         if isinstance(self._parents, Parents):
             self._parents.begin_anew()
 
     def go_on_from(self, save: SaveId, known: KnownOrigin | None = None) -> None:
-        """The step that the job resumed from; where nobody says so, the record of its generation tells. `known`: what
-        its trainer has read of it."""
+        """Notes the step that the job resumed from; if nobody does, the record of its generation tells. `known`: what
+        its trainer has read of the step."""
         if isinstance(self._parents, Parents):  # else the first save is written whole
             self._parents.go_on_from(save, known)
 
     def search_again(self) -> None:
-        """Of a save, a writer that died may have put a part of this rank, too. See `Parents.search_again`."""
+        """Searches parents again: a writer that died may have put a part of this rank, too. See
+        `Parents.search_again`."""
         if isinstance(self._parents, Parents):
             self._parents.search_again()
 
     def read(self, slot: Slot, save: SaveId) -> Snapshot:
-        """The snapshot in a slot. Raises CorruptData, FormatError."""
+        """Returns the snapshot in a slot. Raises CorruptData, FormatError."""
         header = slot.read_header()
         if not header.ready or header.save != save:
             raise FormatError(f"{slot.path}: holds {header.save} ({header.sequence}), expected {save} and ready")
         return self._snapshots.read(slot, header)
 
     def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment, Set[int]]:
-        """The chunks of a snapshot that are written, those that are taken over from which part, and those that are not
-        patched."""
-        if snapshot.header.rank != self._rank:  # this is the stand-in of a rank whose parts it does not know
+        """Returns the parent, which chunks of a snapshot are written and which are taken over from the parent, and
+        which are not patched."""
+        if snapshot.header.rank != self._rank:  # this writer stands in for a rank whose parts it does not know
             return None, whole(len(snapshot.digests)), frozenset()
         step = snapshot.header.save.step
         try:
@@ -204,7 +207,7 @@ class Persister:
             return None, whole(len(snapshot.digests)), frozenset()
         if parent is None:
             return None, whole(len(snapshot.digests)), frozenset()
-        if lost and not self._on_disk:  # whose own sweeps leave no more than there is room for
+        if lost and not self._on_disk:  # a disk's own sweeps leave no more than there is room for
             log.warning(_LOST, self._store.url, len(lost), parent.save.step, lost[0].key, step)
         owners = {owner for pack in parent.packs if (owner := pack_save(pack.key)) is not None}
         rules = Rules(snapshot.created, self._refresh_s, {*filter(steps.has, owners)}, steps.refreshes, lost)
@@ -225,12 +228,12 @@ class Persister:
         checked: Future[None],
         carried: bool,
     ) -> list[PutChunks]:
-        """Puts chunks: as frames where that is wanted and pays, else as they are. Those `refused` are not patched."""
+        """Puts chunks: as frames if that is wanted and pays, else as they are. Those `refused` are not patched."""
         if self._packer is None or self._packer.table is not snapshot.table:
             self._packer = Packer(snapshot.table, snapshot.layout, self._pack_nbytes)
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
-        if self._coder.samples:  # beside the check they took three times as long as the chunks of a whole save
+        if self._coder.samples:  # beside the check, samples took three times as long as the chunks of a whole save
             wait([checked])
         put: list[PutChunks] = []
         for run, head_nbytes in self._packer.frame_runs(coded):
@@ -246,7 +249,7 @@ class Persister:
     def _put_stream(
         self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], head_nbytes: int, frames: Iterator[Encoded]
     ) -> list[PutChunks]:
-        """Frames in one pack, of which the store takes each as it is made.
+        """Puts frames in one pack; the store takes each as it is made.
 
         The pack's header is known last, so room is left for it: `head_nbytes`, the longest that it can be.
         """
@@ -260,7 +263,8 @@ class Persister:
     def _put_side_by_side(
         self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], frames: Iterator[Encoded]
     ) -> list[PutChunks]:
-        """The same in packs that are each made before they are put, so that the store is busy while one is flushed."""
+        """Puts frames in packs that are each made before they are put, so that the store is busy while one is
+        flushed."""
         put: list[PutChunks] = []
         with ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts:  # its end waits for what is under way
             under_way: deque[Future[PutChunks]] = deque()
@@ -286,7 +290,7 @@ class Persister:
     def _put_raw(
         self, slot: Slot, snapshot: Snapshot, packer: Packer, keys: Iterator[str], chunks: tuple[int, ...]
     ) -> PutChunks:
-        """Packs of chunks as they are."""
+        """Puts packs of chunks as they are."""
         packing, packs = packer.pack(chunks), list[Pack]()
         for number, shape in enumerate(packing.packs):
             key = next(keys)
@@ -311,7 +315,8 @@ class Persister:
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
-        """On a disk it is looked for each time: sweeps of other ranks remove what no part names."""
+        """Puts the layout, if need be. On a disk it is looked for each time: sweeps of other ranks remove what no part
+        names."""
         digest = snapshot.layout.digest
         if digest != self._layout_put:
             if self._shared.put_layout(digest, snapshot.layout.encoded):
@@ -321,14 +326,15 @@ class Persister:
 
 
 def _read_by_store(body: memoryview, shape: PackShape) -> Iterable[Buffer]:
-    """The bytes of a pack; far ahead, if what must be copied of it is no more than parts under way have at any rate."""
+    """Returns the bytes of a pack. The store may read far ahead if what must be copied is no more than parts under way
+    have at any rate."""
     writes = _in_writes(body, shape.pieces)
     copied = sum(stop - start for start, stop in shape.pieces if stop - start < GATHER_BYTES)
     return InPlace(shape.data_nbytes, writes) if copied <= PARTS_IN_FLIGHT * PART_NBYTES else writes
 
 
 def _in_writes(body: memoryview, pieces: Iterable[Piece]) -> Iterator[Buffer]:
-    """The bytes of pieces, in as few writes as is sensible; large ones without a copy."""
+    """Yields the bytes of pieces, in as few writes as is sensible; large ones without a copy."""
     small: list[memoryview] = []
     nbytes = 0
     for start, stop in pieces:

@@ -51,24 +51,24 @@ log = logging.getLogger(__name__)
 RECORD_POLL_S = 0.02
 
 STUCK_STATUS = 3
-"""Of a writer that ended since a call hung."""
+"""Exit status of a writer that ended since a call hung."""
 
 
 class WriterProcess:
     """One per process: hands each order to the thread that carries it out."""
 
     def __init__(self, channel: Channel, trainer_pid: int, unread: WriterLock | None = None) -> None:
-        """`unread`: the next job on this host waits while it is locked, if the trainer is gone."""
+        """`unread`: while it is locked, the next job on this host waits, if the trainer is gone."""
         self._channel = channel
         self._unread = unread
         self._trainer = Trainer(trainer_pid)
         self._slots = OpenSlots()
         self._expected: dict[SaveId, bool] = {}
-        """Whether each of them is to go to the store."""
+        """Whether each expected save is to go to the store."""
         self._held: SaveId | None = None
         """The newest snapshot that all ranks hold in memory."""
         self._account: StartAccount | None = None
-        """Rank 0's."""
+        """On rank 0 only."""
         self._persists = JobThread("persist")
         self._tier: Tier | None = None
         self._is_set_up = False
@@ -84,7 +84,7 @@ class WriterProcess:
             self._unread.release()
 
     def _finish(self, closed: bool) -> None:
-        """`closed`: else the trainer is gone."""
+        """Finishes all jobs. `closed`: whether the trainer closed the channel; if not, it is gone."""
         if self._account is not None:
             self._account.end()
         if closed:
@@ -111,7 +111,7 @@ class WriterProcess:
 
     @property
     def _is_left(self) -> bool:
-        """Whether the trainer, which unlinks the slots when it has closed, went before that."""
+        """Whether the trainer went before it had unlinked the slots, which it does when it has closed."""
         if self._trainer.closed:  # so nobody else receives
             self._channel.receive(timeout_s=0)
         return self._trainer.gone or (self._trainer.closed and (self._channel.closed or self._trainer.dead))
@@ -129,15 +129,15 @@ class WriterProcess:
                 return False
 
     def _orphaned(self) -> None:
-        """The trainer is gone: snapshots that it has not finished will not come."""
+        """Gives up snapshots that the trainer, which is gone, has not finished: they will not come."""
         self._trainer.leave()
         error = SaveFailed("the trainer died before its snapshot was whole")
         for save, drains in sorted(self._expected.items()):
             self._persists.put(partial(self._shares.fail, save, error, drains))
 
     def _await_record(self) -> None:
-        """Without the record of its generation, snapshots that the trainer has left in memory or on the local disk
-        count for nothing: the next job waits for the record, too."""
+        """Waits while the record of the generation is being put: without it, snapshots that the trainer has left in
+        memory or on the local disk count for nothing. The next job waits for the record, too."""
         while self._beginning.owes_record:
             putting = self._persists.busy or (self._tier is not None and self._tier.jobs.busy)
             if not putting or time.monotonic() > self._trainer.stops_draining():
@@ -145,7 +145,7 @@ class WriterProcess:
             time.sleep(RECORD_POLL_S)
 
     def _rescue(self, slots: list[Slot]) -> None:
-        """Raises StoreError where the store fails, which may pass; not where it is full."""
+        """Persists what is in memory only. Raises StoreError if the store fails, which may pass; not if it is full."""
         assert self._held is not None
         if self._beginning.owes_record:
             told = "step %d stays in memory only: the record of its generation is not in the store"
@@ -276,7 +276,7 @@ class WriterProcess:
         if self._account is not None:
             self._account.continues(save, manifest, known is not None and known.accounted)
 
-    # What the store does not answer; from the watchdog's thread
+    # For requests that the store does not answer; called by the watchdog's thread
 
     def _tell_waiting(self, work: Work | None, request: Request | None) -> None:
         save = None if work is None or work.save is None else str(work.save)
@@ -284,7 +284,8 @@ class WriterProcess:
         self._channel.send({"event": "waiting", "save": save, "request": at, "since": since})
 
     def _give_up(self, work: Work, request: Request | None) -> None:
-        """A call that hangs cannot be cancelled, so the process ends; the trainer starts another for what is left."""
+        """Ends the process, since a call that hangs cannot be cancelled; the trainer starts another for what is
+        left."""
         error = stuck(work, request)
         log.error("%s", error, extra=ALREADY_TOLD)
         if self._is_left:
@@ -304,6 +305,6 @@ class WriterProcess:
 
 
 def _die(failure: threading.ExceptHookArgs) -> None:
-    """A bug in one thread ends the process: the trainer sees that, and starts another."""
+    """Ends the process on a bug in one thread: the trainer sees that, and starts another."""
     threading.__excepthook__(failure)
     os._exit(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WINDOW_BYTES = 256 * 1024 * 1024
-"""Measurements before the last so many bytes count for less than half."""
+"""Measurements before the last this many bytes count for less than half."""
 
 
 @dataclass(slots=True)
@@ -19,11 +19,11 @@ class Rate:
     nbytes: float = 0.0
 
     def add(self, amount: float, nbytes: int) -> None:
-        """One more stretch."""
+        """Adds one more stretch."""
         left = WINDOW_BYTES / (WINDOW_BYTES + nbytes)
         self.amount, self.nbytes = self.amount * left + amount, self.nbytes * left + nbytes
 
     @property
     def per_byte(self) -> float:
-        """Mean of what was added, at least one byte."""
+        """Mean of what was added, which is at least one byte."""
         return self.amount / self.nbytes

@@ -1,4 +1,4 @@
-"""A writer's store requests in flight: each, and since when it makes no progress. No torch."""
+"""A writer's store requests in flight, and since when each makes no progress. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptlib.stores import Entry, InPlace, LateHead, Store
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One that the store has not answered yet."""
+    """A request that the store has not answered yet."""
 
     op: str
     key: str
@@ -31,7 +31,7 @@ class Request:
 
 
 class Requests:
-    """Those under way; from any thread."""
+    """The requests in flight. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,8 @@ class Requests:
 
     @contextmanager
     def note(self, op: str, key: str) -> Iterator[Callable[[float], None]]:
-        """Within, it is in flight; yields a function to call when it makes progress, with the new `Request.since`."""
+        """Counts a request as in flight within the context. Yields a function to call when it makes progress, with the
+        new `Request.since`."""
         request, number = Request(op, key, time.monotonic()), next(self._numbers)
 
         def moved(since: float) -> None:
@@ -57,7 +58,7 @@ class Requests:
                 del self._under_way[number]
 
     def oldest(self) -> Request | None:
-        """The one that has stood still for longest; None while the store is asked nothing."""
+        """Returns the request that has stood still for longest; None while the store is asked nothing."""
         with self._lock:
             asked = [request for request in self._under_way.values() if request.since < math.inf]
         return min(asked, key=lambda request: request.since, default=None)

@@ -1,9 +1,9 @@
-"""An orphaned writer persists a snapshot that is in memory only, when no job comes to go on from it, or each that does
-is gone before it holds a snapshot of its own.
+"""Persists a snapshot that is in memory only. An orphaned writer does so when no job comes to go on from it, or each
+that does is gone before it holds a snapshot of its own.
 
-Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. Who
-has rank 0's share commits, whoever put it: a host may be lost between the two. It is a save like any other: it exists
-when its manifest does.
+Each writer persists its own rank's share; then those of replicas whose ranks have put none, since their host may be
+lost. The writer with rank 0's share commits, whoever put it: a host may be lost between the two. It is a save like any
+other: it exists when its manifest does.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ POLL_S = 0.5
 
 
 def left_of(slots: Sequence[Slot], held: SaveId) -> SaveId:
-    """Of a snapshot that all ranks held, and newer ones, the one that is to be persisted.
+    """Returns the snapshot that is to be persisted: the one that all ranks held, or a newer one.
 
-    That is the newest where the one that they held is gone: a job has removed it that restored a newer one, which was
-    whole, and nothing else of it is left.
+    It is the newest one if the one that they held is gone: then a job has removed it that restored a newer one, which
+    was whole, and nothing else of it is left.
     """
     newer = [header.save for header, _ in _ready(slots) if header.save > held]
     return held if _shares(slots, held) else max(newer, default=held)
@@ -46,13 +46,12 @@ def rescue(
 ) -> None:
     """Persists these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
-    `save`: the newest that this rank's trainer knew to be held by all. Others may have known of a newer one, and what
-    they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
-    for all. A damaged slot counts for nothing: a share may be whole in another writer's. `deadline`: of all that is
-    put, by the monotonic clock; what comes later may be swept as soon as it is there. Raises Superseded when a newer
-    generation has begun that does not go on from `save`, SaveFailed when the shares make no step, and what the store
-    raises. Where the time is over, and where shares have not come, that is StoreTimeout: the slots are as good as they
-    were.
+    `save`: the newest that this rank's trainer knew to be held by all. Other writers may know of a newer one, and put
+    shares of it; then this one does, too. If that proves to be only a save that was under way, it is given up for all.
+    A damaged slot counts for nothing: a share may be whole in another writer's. `deadline`: of all that is put, by the
+    monotonic clock; what comes later may be swept as soon as it is there. Raises Superseded when a newer generation has
+    begun that does not go on from `save`, SaveFailed when the shares make no step, and what the store raises. If the
+    time is over, or shares have not come, that is StoreTimeout: the slots are as good as they were.
     """
     slots, catalog = list(slots), committer.catalog
     catalog.check_goes_on(save)
@@ -76,7 +75,8 @@ def rescue(
 
 
 def _is_saved_again(catalog: Catalog, save: SaveId) -> bool:
-    """Whether a job that went on from it has saved this step, or a later one, which the newest goes on from."""
+    """Returns whether a job that went on from this save has saved its step again, or a later one, which the newest job
+    goes on from."""
     ids = catalog.generation_ids()
     later = [other for other in catalog.steps(save).saves if other.generation > save.generation]
     return any(other.step <= last_step(other.generation, ids, catalog.generation) for other in later)
@@ -85,8 +85,8 @@ def _is_saved_again(catalog: Catalog, save: SaveId) -> bool:
 def _settle(
     slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, put_until: float, catalog: Catalog
 ) -> SaveId:
-    """The newest snapshot that any rank has put a share of by now, and none has given up, nor a job left behind; or
-    `save`. This rank's own is put, too; a slot that proves damaged leaves `slots`."""
+    """Returns the newest snapshot that any rank has put a share of by now, that no rank has given up and no job left
+    behind; or `save`. Puts this rank's own share, too; a slot that proves damaged leaves `slots`."""
     last = last_step(save.generation, catalog.generation_ids(), catalog.generation)
     newer = sorted({header.save for header, _ in _ready(slots) if save < header.save and header.save.step <= last})
     now, chosen = time.monotonic(), save
@@ -102,12 +102,13 @@ def _settle(
 
 
 def _is_decided(catalog: Catalog, save: SaveId) -> bool:
-    """Whether nothing is to be put of it: a snapshot of this step is committed, or was dropped."""
+    """Returns whether nothing of it is to be put: a snapshot of this step is committed, or was dropped."""
     return catalog.is_committed(save) or catalog.is_there(save.trash_key)
 
 
 def _is_begun(catalog: Catalog, save: SaveId) -> bool:
-    """Whether shares of it are there, and more may come: no rank has none but a failure, and rank 0 did not give up."""
+    """Returns whether shares of it are there, and more may come: no rank has none but a failure, and rank 0 did not
+    give up."""
     parts = catalog.parts(save)
     said = [all(n.ok for n in names) if rank == 0 else any(n.ok for n in names) for rank, names in parts.items()]
     return bool(said) and all(said)
@@ -122,7 +123,8 @@ def _complete(
     committer: Committer,
     in_doubt: bool,
 ) -> None:
-    """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
+    """Persists what other ranks have not, and commits. `in_doubt`: returns only when it is committed, whoever does
+    it."""
     catalog, shares = committer.catalog, _shares(slots, save)
     if not shares:
         return
@@ -143,7 +145,7 @@ def _complete(
     if in_doubt:
         left /= 2  # the older one may have to be put yet
     deadline = now + min(COMMIT_TIMEOUT_S, left)
-    if 0 in shares:  # of several who commit the first one counts
+    if 0 in shares:  # if several commit, the first one counts
         world_size = shares[0].read_header().world_size
 
         def seconds_left() -> float:
@@ -151,7 +153,8 @@ def _complete(
                 raise_if_failed(catalog, save)
             return deadline - time.monotonic()
 
-        # Of what all ranks held, a second snapshot may have been under way as the job died, and its failure published.
+        # A second snapshot of a step that all ranks held may have been under way as the job died, and its failure
+        # published.
         try:
             manifest = committer.commit_when_whole(save, world_size, seconds_left, left=True)
         except Superseded:
@@ -166,8 +169,8 @@ def _complete(
 
 
 def _await_commit(catalog: Catalog, save: SaveId, deadline: float) -> None:
-    """Raises SaveFailed where the writer that commits gives up, or is gone; Superseded where a job has begun that does
-    not go on from it."""
+    """Waits until another writer has committed a save. Raises SaveFailed if that writer gives up, or is gone;
+    Superseded if a job has begun that does not go on from the save."""
     next_check = began = time.monotonic()
     while not catalog.is_committed(save):
         raise_if_failed(catalog, save)
@@ -191,22 +194,22 @@ def _ready(slots: Iterable[Slot]) -> Iterator[tuple[SlotHeader, Slot]]:
 
 
 def _shares(slots: Iterable[Slot], save: SaveId) -> dict[int, Slot]:
-    """By rank: the slot with its share. All of one snapshot, the first: there may be two of one step, and what all
-    ranks hold is the first. It stays until they hold a later step, and a step counts for nothing where it failed. The
-    second may have been under way as the job died."""
+    """Returns the slot with the share of each rank. All are of the first snapshot: there may be two of one step, and
+    what all ranks hold is the first. It stays until they hold a later step, and a step counts for nothing if it failed.
+    The second may have been under way as the job died."""
     ready = [found for found in _ready(slots) if found[0].save == save]
     first = min((header.number for header, _ in ready), default=None)
     return {header.rank: slot for header, slot in ready if header.number == first}
 
 
 def _is_missing(catalog: Catalog, save: SaveId, rank: int, slot: Slot) -> bool:
-    """Whether the rank has put no share of the very snapshot that is in a slot."""
+    """Returns whether the rank has put no share of the very snapshot that is in a slot."""
     check = slot.read_header().check
     return not any(name.ok and name.check == check for name in catalog.parts(save).get(rank, []))
 
 
 def _persist(slot: Slot, save: SaveId, persister: Persister, put_until: float, slots: list[Slot]) -> bool:
-    """False where it proves damaged, and is no longer among `slots`."""
+    """Persists a slot. Returns False if it proves damaged, and removes it from `slots`."""
     if not slot.read_lock():
         raise SaveFailed(f"{slot.path}: is being overwritten")
     try:

@@ -1,8 +1,8 @@
-"""Whether packs of earlier saves, which a save is to refer to, are still in the store. No torch.
+"""Checks whether packs of earlier saves, which a save is to refer to, are still in the store. No torch.
 
-No sweep deletes a pack that a committed step needs. A hand does, or a rule of the bucket that expires objects, or moves
-them to an archive that gives none of them at once; and without this look each step that refers to such a pack would be
-committed, and never load. So what a load will ask is asked here: the last byte.
+No sweep deletes a pack that a committed step needs. A person may, or a rule of the bucket that expires objects, or
+moves them to an archive that gives none of them at once. Without this check each step that refers to such a pack would
+be committed, and never load. So this asks for what a load will ask: the last byte.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ckptlib.format.part import Pack
 from ckptlib.stores import Store
 
 LOOK_AGAIN_S = 600.0
-"""Where requests are paid for, a pack that was there so lately is taken to be there."""
+"""Where requests are paid for, a pack that was seen within this time is taken to be there."""
 
 
 class SeenPacks:
-    """Of one rank's writer. Used by one thread at a time, but for `note`."""
+    """The packs that one rank's writer has seen. One thread uses it at a time, but for `note`."""
 
     def __init__(self, store: Store, look_again_s: float | None = None) -> None:
-        """`look_again_s`: as above; None: as the store is. With 0 it looks each time."""
+        """`look_again_s`: see LOOK_AGAIN_S; None: as suits the store. With 0 it looks each time."""
         self._store = store
         self._look_again_s = look_again_s if look_again_s is not None else 0.0 if store.is_local else LOOK_AGAIN_S
         self._seen: dict[str, float] = {}
-        """When, by the monotonic clock, and in this order."""
+        """When each was seen, by the monotonic clock, and in this order."""
         self._lock = threading.Lock()
 
     def note(self, key: str, when: float | None = None) -> None:
-        """This pack is there, or was at that time, by the monotonic clock. From any thread."""
+        """Notes that this pack is there, or was at that time, by the monotonic clock. Any thread may call it."""
         now = time.monotonic()
         if when is None or when > now - self._look_again_s:
             self._note(key, now if when is None else when)
 
     def lost(self, packs: Iterable[Pack]) -> list[Pack]:
-        """Those of these that cannot be read any more. Raises StoreError where the store cannot tell."""
+        """Returns those of these packs that cannot be read any more. Raises StoreError if the store cannot tell."""
         now = time.monotonic()
         with self._lock:
             self._forget_old(now)

@@ -18,17 +18,17 @@ class PutChunks:
     chunks: tuple[int, ...]
     """Positions in the table."""
     numbers: tuple[int, ...]
-    """Of each: position in `packs`."""
+    """Position in `packs` of each chunk."""
     offsets: tuple[int, ...]
-    """Of each: in the pack's file."""
+    """Offset of each chunk in the pack's file."""
     codings: Mapping[int, Coding] = field(default_factory=dict)
-    """By chunk. Their bases lie in packs of the parent, by its count."""
+    """By chunk. Their bases lie in packs of the parent, and are numbered as there."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """By chunk: digest of the bytes that a load gives back, where a lossy codec changed them."""
+    """By chunk: digest of the bytes that a load gives back, if a lossy codec changed them."""
 
 
 class Share(NamedTuple):
-    """A part's rows of its chunks."""
+    """What a part says of its chunks: their packs, places and digests."""
 
     packs: tuple[Pack, ...]
     places: Places
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 def assemble(digests: Sequence[str], parent: Part | None, taken: Sequence[int], put: Sequence[PutChunks]) -> Share:
-    """Of a snapshot with these digests: chunks `taken` from the parent, and those that were put."""
+    """Returns the share of a snapshot with these digests: chunks `taken` from the parent, and those that were put."""
     packs: list[Pack] = []
     numbers, offsets, loaded = [0] * len(digests), [0] * len(digests), [*digests]
     codings: dict[int, Coding] = {}
@@ -66,7 +66,7 @@ def assemble(digests: Sequence[str], parent: Part | None, taken: Sequence[int], 
 
 
 def _moved(coding: Coding, moved: Mapping[int, int]) -> Coding:
-    """With the pack of its base counted as the new part does."""
+    """Returns the coding with the pack of its base numbered as in the new part."""
     if coding.base is None:
         return coding
     return replace(coding, base=coding.base._replace(pack=moved[coding.base.pack]))

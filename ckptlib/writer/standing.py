@@ -1,5 +1,4 @@
-"""What holds for each writer of a rank beside its orders, and what another one is told of it, should this one die. No
-torch."""
+"""What each writer of a rank must know beside its orders, and what its successor is told, should it die. No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from ckptlib.writer.channel import Message
 
 
 class Standing:
-    """Of one rank: its slots, the generation, and which steps memory and local disks hold. Each method returns what the
-    writer is to be told. Whoever calls holds the lock, but for what only the main thread says: `keep`."""
+    """The slots of one rank, the generation, and which steps memory and local disks hold. Each method returns what the
+    writer is to be told. The caller holds the lock, but for `keep`, which only the main thread calls."""
 
     def __init__(self, rank: int, has_local: bool) -> None:
-        """`has_local`: saves go to a local disk first."""
+        """`has_local`: whether saves go to a local disk first."""
         self._rank, self._has_local = rank, has_local
         self._slots: list[Path] = []
         self._kept: dict[str, Message] = {}
-        """By op."""
+        """The last order of each op."""
         self._begun: BeginOrder | None = None
         self.owes_record = False
         """Whether the writer is to put the record at once, and has not said what became of that."""
@@ -39,7 +38,7 @@ class Standing:
         return {"op": "forget", "path": str(path)}
 
     def keep(self, order: Message) -> Message:
-        """Which step memory or the local disks hold; it holds until the next order with its op."""
+        """Notes which step memory or the local disks hold; it holds until the next order with its op."""
         self._kept[order["op"]] = order
         return order
 
@@ -49,15 +48,15 @@ class Standing:
         return order.to_message()
 
     def note(self, event: Message) -> None:
-        """The writer's word on the record."""
-        if event["event"] == "begun" and self._begun is not None:  # another need not find out what the job continues
+        """Notes the writer's word on the record."""
+        if event["event"] == "begun" and self._begun is not None:  # what the job continues is known now
             record = Generation.decode(event["record"].encode(), "the writer's word")
             self._begun = replace(self._begun, record=record, continues=False)
         if event["event"] in ("begun", "not-begun"):
             self.owes_record = False
 
     def again(self) -> list[Message]:
-        """For a writer in the place of a dead one, before its orders."""
+        """Returns what the successor of a dead writer is told before its orders."""
         told = []
         if self._begun is not None:
             now = self.owes_record or self._has_local

@@ -1,4 +1,4 @@
-"""What a writer warns of, told to its trainer: nobody reads the writer's own file while a job runs. No torch."""
+"""Tells the trainer what its writer warns of: nobody reads the writer's own file while a job runs. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing_extensions import override
 from ckptlib.writer.channel import Channel, Message
 
 TELL_AGAIN_S = 600.0
-"""How long the same line of code is not told again: a store that is away may concern every save."""
+"""Seconds for which the same line of code is not told again: a store that is away may concern every save."""
 
 MAX_TEXT = 4000
-"""Characters of a warning."""
+"""Most characters of a warning."""
 
 ALREADY_TOLD = {"is_told": True}
-"""`extra=` of what the trainer hears, and logs, in another way."""
+"""`extra=` for records that the trainer hears of, and logs, in another way."""
 
 
 class ToldWarnings(logging.Handler):
-    """Of one writer; from any thread. Beside it, warnings are printed as ever."""
+    """Tells one writer's warnings, from any thread. Beside that, they are printed as ever."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.WARNING)
@@ -30,7 +30,7 @@ class ToldWarnings(logging.Handler):
 
     @classmethod
     def begin(cls, channel: Channel) -> None:
-        """From now on in this process."""
+        """Tells warnings from now on in this process."""
         ours = logging.getLogger("ckptlib")
         ours.addHandler(cls(channel))
         ours.addHandler(logging.StreamHandler())  # what Python does by itself only where there is no other handler
@@ -46,5 +46,5 @@ class ToldWarnings(logging.Handler):
 
 
 def log_told(event: Message, rank: int) -> None:
-    """In the trainer, as if it were its own."""
+    """Logs a writer's warning in the trainer, as if it were its own."""
     logging.getLogger(event["logger"]).log(event["level"], "the writer process of rank %d: %s", rank, event["text"])

@@ -15,15 +15,15 @@ class Trainer:
     """Watches one trainer, whose writer finishes its orders when it is gone."""
 
     def __init__(self, pid: int) -> None:
-        """Its death is seen by pidfd: a pipe's end may have been inherited by its other children."""
+        """Watches the trainer by pidfd: a pipe's end may have been inherited by its other children."""
         self._fd = _pidfd(pid)
         self._gone_since: float | None = None
         self._closed_at: float | None = None
         self.deadline_s = 0.0
-        """Of a save; see `setup`."""
+        """How long a save may take; see `setup`."""
 
     def wait(self, orders: int) -> None:
-        """Until there is something to be read, or the trainer has died."""
+        """Returns when there is something to be read, or the trainer has died."""
         if self._fd is not None:
             readable(orders, self._fd, timeout_s=None)
 
@@ -37,11 +37,11 @@ class Trainer:
         return self._gone_since is not None
 
     def leave(self) -> None:
-        """It is gone, and all its orders were read."""
+        """Notes that the trainer is gone, and that all its orders were read."""
         self._gone_since = time.monotonic()
 
     def close(self) -> None:
-        """It said that there will be no more orders."""
+        """Notes that the trainer said that there will be no more orders."""
         self._closed_at = time.monotonic()
 
     @property
@@ -50,13 +50,13 @@ class Trainer:
         return self._closed_at is not None
 
     def stops_draining(self) -> float:
-        """By the monotonic clock. While the trainer lives, never."""
+        """Returns when drains stop, by the monotonic clock; infinity while the trainer lives and has not closed."""
         if self._gone_since is not None:
             return self._gone_since + ORPHAN_DEADLINE_S
         return float("inf") if self._closed_at is None else self._closed_at + self.deadline_s
 
     def seconds_left(self, began: float) -> float:
-        """Until a save is given up; sooner when the trainer is gone, since other ranks may be, too."""
+        """Returns the time until a save is given up: less when the trainer is gone, since other ranks may be, too."""
         deadline = began + self.deadline_s
         if self._gone_since is not None:
             deadline = min(deadline, max(began, self._gone_since) + ORPHAN_DEADLINE_S)
@@ -64,7 +64,8 @@ class Trainer:
 
 
 def _pidfd(pid: int) -> int | None:
-    """None when it died while this process was starting. What it had ordered is still to be done."""
+    """Returns a pidfd of the trainer; None if it died while this process was starting. What it had ordered is still to
+    be done."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -17,7 +17,7 @@ from ckptlib.stores import io_limits
 from ckptlib.writer.requests import Request, Requests
 
 TOLD_IDLES = 1.8
-"""A request that has stood still for so many idle limits is told to the trainer, so before two of them are over. One
+"""A request that has stood still for this many idle limits is told to the trainer, so before two of them are over. One
 that was swallowed once has been sent again by then, and a part of 16 MiB has arrived at 1 MB/s. Larger parts, of packs
 of more than 2 GiB, on connections as slow as that are told of as well, once for a save."""
 
@@ -29,19 +29,19 @@ TICK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something that the writer does, which uses the store."""
+    """A piece of the writer's work that uses the store."""
 
     what: str
     save: SaveId | None
     since: float
     deadline: float
-    """By the monotonic clock, as `since`."""
+    """By the monotonic clock, like `since`."""
     minor: bool = False
     """Whether nobody waits for it: it is given up only when nothing else would be given up with it."""
 
 
 def overdue(under_way: Iterable[Work], now: float, slack_s: float) -> Work | None:
-    """The work that is to be given up now. Pure."""
+    """Returns the work that is to be given up now, if any. Pure."""
     works = list(under_way)
     late = [work for work in works if now > work.deadline + slack_s]
     major = [work for work in late if not work.minor]
@@ -51,12 +51,12 @@ def overdue(under_way: Iterable[Work], now: float, slack_s: float) -> Work | Non
 
 
 def slack_of(deadline_s: float) -> float:
-    """How much later than `deadline_s` after its begin work may end; the shorter a save may take, the less."""
+    """Returns how much later than `deadline_s` after its begin work may end; the shorter a save may take, the less."""
     return min(SLACK_S, deadline_s / 10)
 
 
 class Watchdog:
-    """One per writer; from any thread."""
+    """Watches the work of one writer, from any thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Watchdog:
         on_waiting: Callable[[Work | None, Request | None], None],
         on_overdue: Callable[[Work, Request | None], None],
     ) -> None:
-        """`deadline_s`: of a save; the shorter it is, the less is waited elsewhere.
+        """`deadline_s`: how long a save may take; the shorter it is, the less is waited elsewhere.
 
         `on_waiting`: told of a request that has not been answered for long, and None when it has been. `on_overdue`:
         told once of what is given up; it ends the process.
@@ -84,7 +84,8 @@ class Watchdog:
     def work(
         self, what: str, save: SaveId | None, deadline: float, minor: bool = False, since: float | None = None
     ) -> Iterator[None]:
-        """Within, it is under way, and must end by `deadline`. `since`: when the time for it began, if not now."""
+        """Counts work as under way within the context; it must end by `deadline`. `since`: when its time began, if not
+        now."""
         work = Work(what, save, time.monotonic() if since is None else since, deadline, minor)
         with self._lock:
             self._works.append(work)
@@ -115,7 +116,7 @@ class Watchdog:
 
 
 def stuck(work: Work, request: Request | None) -> str:
-    """The message on work that is given up."""
+    """Returns the message on work that is given up."""
     now = time.monotonic()
     what = work.what if work.save is None else f"the {work.what} of step {work.save.step}"
     told = f"{what} did not end within {work.deadline - work.since:.0f} s and is given up: "
