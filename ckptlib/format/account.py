@@ -1,6 +1,6 @@
-"""What one start of a job spent its time on, by its first rank's clocks. Types, JSON, and a page of numbers; no I/O.
+"""How one start of a job spent its time, by the clocks of its first rank. Types, JSON, and a page of numbers; no I/O.
 
-Within a start all times are by one monotonic clock. Only `began` is by a wall clock.
+All times within a start come from one monotonic clock. Only `began` comes from a wall clock.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ckptlib.format.keys import GENERATIONS, MAX_STEP, GenerationId, parse_gener
 from ckptlib.format.values import Json
 
 MAX_MARKS = 8
-"""Snapshots of which it is kept how far the time had come."""
+"""An account keeps marks of at most this many snapshots."""
 
 MAX_SECONDS = 1e10
-"""300 years: what is longer is no time that anybody spent."""
+"""300 years. Nobody spends longer, so a reader refuses longer times."""
 
 MAX_ACCOUNTS = 10_000
-"""In one document, some 5 MB."""
+"""The most that one document holds, some 5 MB."""
 
 DIED, CLOSED = "died", "closed"
-"""How a start ended: by its trainer's death or an error of it; or by itself, with all saved."""
+"""How a start ended. DIED: its trainer died or raised an error. CLOSED: it ended by itself, with everything saved."""
 
 TIERS = ("memory", "local", "store")
-"""From where a start may have restored."""
+"""The tiers from which a start may have restored."""
 
 MAX_WHY = 1000
-"""Characters of why an interval was chosen."""
+"""The longest reason for the choice of an interval, in characters."""
 
 _NUMBERS = 11
-"""Of a start, beside its marks but the first and the last one."""
+"""Numbers in a page besides the marks between the first and the last one."""
 _HALF = struct.Struct(f"<{_NUMBERS + 3 * MAX_MARKS}d")
 _ENDS = (None, CLOSED, DIED)
 _TIERS = (None, *TIERS)
@@ -47,7 +47,7 @@ PAGE_NBYTES = 8 + 2 * _HALF.size
 
 
 class Mark(NamedTuple):
-    """How the time had been spent when this many steps were done."""
+    """The time that had been spent when this many steps were done."""
 
     step: int
     trained_s: float
@@ -61,17 +61,17 @@ class Account:
     began: float
     """When the Checkpointer was made; seconds since the epoch."""
     seconds: float
-    """From then to its end; where that is not known, to its last sign of life."""
+    """Seconds from `began` to the end of the start; if that is not known, to its last sign of life."""
     restoring_s: float
-    """From its beginning until `restore` was done."""
+    """Seconds from `began` until `restore` was done."""
     end: str | None
-    """DIED or CLOSED; None where nobody has told."""
+    """DIED or CLOSED; None if the end was not recorded."""
     num_saves: int
-    """Snapshots taken."""
+    """Number of snapshots taken."""
     marks: tuple[Mark, ...]
-    """Ascending: where it started, the latest snapshots, and the last step that was done."""
+    """Ascending: the step where it started, the latest snapshots, and the last step that was done."""
     restored_from: str | None = None
-    """One of TIERS; None of a fresh start, and where it is not recorded."""
+    """One of TIERS; None for a fresh start, and if it was not recorded."""
 
     def to_json(self) -> dict[str, Json]:
         return {
@@ -86,7 +86,7 @@ class Account:
 
     @classmethod
     def of(cls, fields: Fields) -> Account:
-        """Raises FormatError."""
+        """Reads an account from a document. Raises FormatError."""
         times = [fields.number(name) for name in ("began", "seconds", "restoring_s")]
         marks = ascending(_mark(row, fields) for row in fields.items("marks")[: MAX_MARKS + 3])
         end = None if fields.raw("end") is None else fields.text("end", f"{DIED}|{CLOSED}")
@@ -108,8 +108,8 @@ class Account:
 
 
 def ascending(marks: Iterable[Mark]) -> tuple[Mark, ...]:
-    """These without any that lies below one before it: a last step that was noted before a save that came behind it, as
-    earlier versions wrote it, or a save before which a wait at the fence was not counted yet."""
+    """Returns the marks without any that lies below one before it. Earlier versions noted a last step before the save
+    that came behind it, and a save before the wait at the fence was counted."""
     kept: list[Mark] = []
     for mark in marks:
         step, trained_s, stalled_s = kept[-1] if kept else mark
@@ -130,9 +130,10 @@ def _mark(row: Json, fields: Fields) -> Mark:
 
 
 def write_page(page: memoryview, account: Account, began_at: float) -> None:
-    """Into the half that is not valid, which then becomes the valid one: whoever is killed in between leaves the other.
+    """Writes the account into the half of the page that is not valid, and then makes that half the valid one. A process
+    that is killed in between leaves the other half valid.
 
-    `began_at`: `account.began` by the monotonic clock, which the processes of a host share.
+    `began_at` is `account.began` by the monotonic clock, which the processes of a host share.
     """
     marks = account.marks[-(MAX_MARKS + 2) :]
     inner = itertools.chain.from_iterable(marks[1:-1])
@@ -148,9 +149,9 @@ def write_page(page: memoryview, account: Account, began_at: float) -> None:
 
 
 def read_page(page: memoryview, now: float | None) -> Account | None:
-    """Of a trainer that is gone, or has said that it ends, `now`, by the monotonic clock; None: not known when.
+    """Returns the account of a trainer that is gone or has said that it ends; None if it wrote nothing.
 
-    None where it wrote nothing.
+    `now` is when the trainer ended, by the monotonic clock; None if that is not known.
     """
     if page[0] not in (1, 2):
         return None
@@ -166,13 +167,13 @@ def read_page(page: memoryview, now: float | None) -> Account | None:
 
 
 def encode_accounts(accounts: Mapping[GenerationId, Account]) -> bytes:
-    """The newest ones, where there are too many."""
+    """Returns the document of these accounts: of the newest MAX_ACCOUNTS if there are more."""
     kept = sorted(accounts.items())[-MAX_ACCOUNTS:]
     return encode("accounts", {"starts": {str(generation): account.to_json() for generation, account in kept}})
 
 
 def decode_accounts(data: bytes, where: str) -> dict[GenerationId, Account]:
-    """Raises CorruptData, FormatError, NewerFormat."""
+    """Returns the accounts in a document. Raises CorruptData, FormatError, NewerFormat."""
     fields = decode("accounts", data, where)
     starts = fields.mapping("starts")
     if len(starts) > MAX_ACCOUNTS:
@@ -188,7 +189,7 @@ def _generation(name: str, fields: Fields) -> GenerationId:
 
 
 def decode_account(value: Mapping[str, Json], where: str) -> Account | None:
-    """Of a manifest; None where it has none, or one that cannot be read: nothing but the sums depends on it."""
+    """Returns the account in a manifest, or None if there is none or it cannot be read: only the sums depend on it."""
     try:
         return Account.of(Fields(dict(value), where)) if value else None
     except FormatError:
@@ -196,24 +197,25 @@ def decode_account(value: Mapping[str, Json], where: str) -> Account | None:
 
 
 def interval_why(value: Mapping[str, Json]) -> str | None:
-    """Of the account of a manifest: why the interval was chosen that was in force, where that is recorded."""
+    """Returns why the interval in force was chosen, from the account of a manifest; None if that was not recorded."""
     why = value.get("interval_why")
     return why[:MAX_WHY] if isinstance(why, str) else None
 
 
 def measured_in(value: Mapping[str, Json]) -> dict[str, Json]:
-    """Of the account of a manifest: what saves were measured to cost, as it was recorded; empty where nothing was."""
+    """Returns the measured costs of saves from the account of a manifest; empty if none were recorded."""
     found = value.get("measured")
     return found if isinstance(found, dict) else {}
 
 
 def fullest(accounts: Iterable[Account]) -> Account:
-    """Of several of one start: the one that tells its end, else the one that tells most."""
+    """Returns the fullest of several accounts of one start: one that tells its end, else the one with the most
+    seconds."""
     return max(accounts, key=lambda account: (account.end is not None, account.seconds))
 
 
 def spent_at(marks: Sequence[Mark], step: float) -> tuple[float, float]:
-    """Seconds trained and stalled when `step` steps were done: as marked, between marks in proportion."""
+    """Returns the seconds trained and stalled when `step` steps were done, interpolated between marks."""
     for before, after in itertools.pairwise(marks):
         if step < after.step:
             share = max(0.0, (step - before.step) / (after.step - before.step))

@@ -1,6 +1,6 @@
-"""Where each shard lies in the body of a slot, and in how many chunks. Pure: no torch, no I/O.
+"""Where each shard lies in the body of a slot, and how it is cut into chunks. Pure: no torch, no I/O.
 
-Which shards a rank writes is for `saving/assign` to say.
+`saving/assign` decides which shards a rank writes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from ckptlib.format.table import Table, shard_nbytes
 from ckptlib.pages import round_up
 
 ALIGN_FROM_BYTES = 256 * 1024
-"""Shards from this size on begin on a page of their own, and so do blocks of smaller ones; the gap costs them less than
-1.6 %."""
+"""Shards of at least this size begin on a page of their own, and so do blocks of smaller ones. The gap costs at most
+1.6 % of their size."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Digests are kept per chunk, and a chunk is read whole: smaller ones cost metadata, larger ones read amplification."""
+"""Size of the largest chunks. Digests are kept per chunk, and a chunk is read whole: smaller chunks cost metadata,
+larger ones read amplification."""
 
 PARTS, SMALLEST_CHUNK_BYTES = 8, 256 * 1024
-"""A shard is cut into up to so many equal parts, where they are no smaller than that: a job of twice, four or eight
-times as many ranks wants halves, quarters or eighths of it, and then reads no byte too many (with chunks of CHUNK_BYTES
-alone, 1.83 times what it needs); where nothing divides, no more than a part at each end."""
+"""A shard is cut into up to PARTS equal parts of at least SMALLEST_CHUNK_BYTES each. A job of two, four or eight times
+as many ranks wants halves, quarters or eighths of a shard, and then reads no byte too many (with chunks of CHUNK_BYTES
+alone, 1.83 times what it needs). If the sizes do not divide, it reads at most a part too many at each end."""
 
 SHARED_CHUNK_BYTES = 64 * 1024
-"""Small shards that lie side by side share a chunk of up to this size: a digest, a row and a call for each would cost
-more than their bytes, and whoever reads one of them reads no more than what one request costs anyway."""
+"""Small shards that lie side by side share a chunk of up to this size. A digest, a row and a call for each would cost
+more than their bytes, and reading one of them reads no more than what one request costs anyway."""
 
 
 def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int = CHUNK_BYTES) -> Table:
-    """Where each shard lies in a slot's body, which is also the body of the pack made of it.
+    """Returns the table of where each shard lies in a slot's body, which is also the body of the pack made of it.
 
     Large shards come first, each on a page of its own; the rest follows in blocks that begin on a page and have no
     gaps, widest elements first, so that each is aligned to its element. The smallest of them share chunks. Offsets
@@ -44,8 +45,8 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
 def lay_out_in_order(
     layout: Layout, shards: Sequence[tuple[int, Box]], chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[Table, list[int]]:
-    """As `lay_out`, of tensors by their positions in the layout; and of each shard of the table its position in
-    `shards`."""
+    """Does what `lay_out` does, for tensors given by their positions in the layout. Also returns, for each shard of the
+    table, its position in `shards`."""
     large, small = _sorted_shards(layout, shards)
     offsets: list[int] = []
     sizes: list[int] = []
@@ -83,12 +84,12 @@ def lay_out_in_order(
 
 
 _Sized: TypeAlias = tuple[int, int, tuple[int, ...], int, int]
-"""Of a shard: what it is sorted by, its position, and its bytes."""
+"""A shard for sorting: three sort keys (minus its element size or 0, tensor, offset), its position, and its bytes."""
 
 
 def _sorted_shards(layout: Layout, shards: Sequence[tuple[int, Box]]) -> tuple[list[_Sized], list[_Sized]]:
-    """The large ones, and the small ones, which are sorted by the size of their elements first. Tensors are sorted by
-    name in a layout."""
+    """Returns the sorted large shards and the sorted small ones. The small ones are sorted by the size of their
+    elements first. Tensors are in order of their names because a layout sorts them."""
     large: list[_Sized] = []
     small: list[_Sized] = []
     known: dict[tuple[int, str], int] = {}  # boxes that are equal are mostly one object
@@ -107,7 +108,7 @@ def _sorted_shards(layout: Layout, shards: Sequence[tuple[int, Box]]) -> tuple[l
 
 
 def _add_chunks(start: int, nbytes: int, chunk_bytes: int, offsets: list[int], sizes: list[int]) -> int:
-    """Cuts a shard that begins at `start`; returns the number of its chunks."""
+    """Appends the chunks of a shard that begins at `start`; returns how many."""
     before, each = len(offsets), _chunk_nbytes(nbytes, chunk_bytes)
     for first in range(0, nbytes, each):
         offsets.append(start + first)
@@ -116,7 +117,7 @@ def _add_chunks(start: int, nbytes: int, chunk_bytes: int, offsets: list[int], s
 
 
 def _chunk_nbytes(nbytes: int, at_most: int) -> int:
-    """Of each chunk of a shard but its last: an even part of it, in whole pages."""
+    """Returns the bytes of each chunk of a shard but the last: an even part of the shard, in whole pages."""
     num = 1
     while nbytes > num * at_most or (num < PARTS and nbytes >= 2 * num * SMALLEST_CHUNK_BYTES):
         num *= 2
@@ -124,5 +125,5 @@ def _chunk_nbytes(nbytes: int, at_most: int) -> int:
 
 
 def body_nbytes(table: Table) -> int:
-    """Bytes of the body of a slot laid out so: whole pages."""
+    """Returns the bytes of the body of a slot with this layout, in whole pages."""
     return round_up(max((o + n for o, n in zip(table.offsets, table.nbytes, strict=True)), default=0))

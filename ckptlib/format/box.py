@@ -24,7 +24,7 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box of a whole tensor."""
+        """Returns the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -37,7 +37,7 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
         return len(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where it would be empty."""
+        """Returns the common region, or None if it would be empty."""
         offset, shape = [], []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             low, high = max(a, b), min(a + n, b + m)
@@ -55,15 +55,15 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
         )
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same region in coordinates that start at `origin`."""
+        """Returns the same region in coordinates that start at `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Index of this region in an array whose origin is the coordinates' origin."""
+        """Returns the index of this region in an array whose origin is the coordinates' origin."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
     def split(self, most: int) -> Iterator[Box]:
-        """In pieces of at most so many elements, one at least; each a run of this box's, in row-major order."""
+        """Yields pieces of at most `most` elements (at least one), each a run of this box, in row-major order."""
         if self.numel <= most:
             yield self
             return
@@ -75,9 +75,9 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
             yield from Box(offset, shape).split(most)
 
     def flat_range(self, inside: Sequence[int]) -> tuple[int, int]:
-        """First and last + 1 flat (row-major) index that this region touches in an array of shape `inside`.
+        """Returns the first and last + 1 flat (row-major) index that this region touches in an array of shape `inside`.
 
-        (0, 0) for an empty region, which touches none.
+        Returns (0, 0) for an empty region, which touches none.
         """
         if self.numel == 0:
             return 0, 0
@@ -93,17 +93,17 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
 
 
 class Run(NamedTuple):
-    """Elements that follow one another in two arrays."""
+    """A run of elements that are contiguous in two arrays."""
 
     first: int
-    """Flat index of their first in one array."""
+    """Flat index of the first element in one array."""
     at: int
-    """And in the other."""
+    """Flat index of the first element in the other array."""
     numel: int
 
 
 def common_run(one: Box, other: Box) -> Run | None:
-    """What two boxes have in common, where that is one run of elements in each of them, row-major; None elsewhere."""
+    """Returns the common region of two boxes if it is one row-major run of elements in each of them; None otherwise."""
     common = one.intersect(other)
     if common is None:
         return None
@@ -143,36 +143,38 @@ def _in_row(row: int, inner: tuple[int, ...], first: int, last: int, base: int) 
 
 
 CELLS_PER_BOX = 16
-"""A grid of so many cells for each box that cuts it is looked at cell by cell; a larger one is halved first."""
+"""A grid is examined cell by cell if it has at most this many cells per box that cuts it; a larger one is halved
+first."""
 
 MAX_CUT_DIMS = 6
-"""Of such a grid: a box has two to the power of it corners."""
+"""The most dims that boxes may cut in a grid that is examined cell by cell: a box has 2 ** dims corners."""
 
 MAX_WORK = 5 * 2**18
-"""Boxes times dims that searches look at before they give up, in half a second or so. Halves of halves of ten thousand
-boxes that do not overlap are a sixth of it; only boxes that were cut to be hard need more."""
+"""Boxes times dims that searches examine before they give up, in about half a second. Halves of halves of ten thousand
+boxes that do not overlap take a sixth of it; only boxes that were cut to be hard need more."""
 
 WORK_PER_BOX = 4
-"""And so much for each box that a search begins with: a grid, with halos or without, is looked at once."""
+"""Further work allowed for each box that a search begins with: it examines a grid, with halos or without, once."""
 
 _NODE_WORK = 64
 
 
 class Effort:
-    """What searches may still look at. Those of one document share it: it may have hundreds of hard tensors."""
+    """The work that searches may still do. Searches of one document share it, for it may have hundreds of hard
+    tensors."""
 
     def __init__(self) -> None:
         self.left = MAX_WORK
 
 
 FEW = 8
-"""So many boxes are compared each with each, which is quicker."""
+"""Up to this many boxes are compared pairwise, which is quicker."""
 
 
 def find_hole(outer: Box, pieces: Sequence[Box], effort: Effort | None = None) -> Box | None:
-    """A region of `outer` that no piece covers, or None when the pieces cover it.
+    """Returns a region of `outer` that no piece covers, or None if the pieces cover it.
 
-    Raises FormatError where that would take more than what is left of `effort`, or MAX_WORK.
+    Raises FormatError if that takes more than what is left of `effort`, or MAX_WORK without one.
     """
     if outer.numel == 0 or any(outer.within(piece) for piece in pieces):
         return None
@@ -182,7 +184,7 @@ def find_hole(outer: Box, pieces: Sequence[Box], effort: Effort | None = None) -
 
 
 def _tile(outer: Box, pieces: Sequence[Box]) -> bool:
-    """Whether pieces that do not overlap are as large as `outer` together: most tensors, and quick."""
+    """Returns whether pieces that do not overlap are as large as `outer` together. Quick, and true of most tensors."""
     clipped = [common for piece in pieces if (common := piece.intersect(outer)) is not None]
     return sum(piece.numel for piece in clipped) == outer.numel and all(
         one.intersect(other) is None for one, other in itertools.combinations(clipped, 2)
@@ -190,10 +192,10 @@ def _tile(outer: Box, pieces: Sequence[Box]) -> bool:
 
 
 def _search(outer: Box, pieces: Sequence[Box], effort: Effort) -> Box | None:
-    """A region that no piece covers.
+    """Returns a region that no piece covers, or None.
 
     Halves `outer` where the pieces of both halves are fewest, until a half is clear or its grid is small. A grid of all
-    edges at once is of the power of the dims: a thousand boxes in 4 dims would take half a terabyte.
+    edges at once grows with the power of the dims: a thousand boxes in 4 dims would take half a terabyte.
     """
     ndim = outer.ndim
     low = np.array([piece.offset for piece in pieces], dtype=np.int64).reshape(len(pieces), ndim)
@@ -227,7 +229,7 @@ def _search(outer: Box, pieces: Sequence[Box], effort: Effort) -> Box | None:
 def _halves(
     edges: list[np.ndarray], first: np.ndarray, last: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Both sides of the middle edge of the dim where the fuller side holds the fewest pieces."""
+    """Returns both sides of the middle edge of the dim where the fuller side holds the fewest pieces."""
     best: tuple[int, int, int] | None = None
     for d, along in enumerate(edges):
         if len(along) > 2:
@@ -243,7 +245,7 @@ def _halves(
 
 
 def _grid(edges: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> np.ndarray | None:
-    """How many pieces lie over each cell between the edges; None where that is too much to look at."""
+    """Counts the pieces over each cell between the edges; returns None if the grid is too large to examine."""
     if math.prod(len(along) for along in edges) > CELLS_PER_BOX * (len(low) + _NODE_WORK):
         return None
     cut = [d for d, along in enumerate(edges) if len(along) > 2]
@@ -264,7 +266,7 @@ def _grid(edges: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> np.ndar
 
 
 def _cell(edges: list[np.ndarray], chosen: np.ndarray) -> Box | None:
-    """The first of the chosen cells."""
+    """Returns the first of the chosen cells, or None."""
     if not chosen.any():
         return None
     index = [int(i) for i in np.unravel_index(int(chosen.argmax()), chosen.shape)]

@@ -1,10 +1,10 @@
-"""Checks: one number of each rank, which together tell whether all that several ranks hold is alike. Pure integers.
+"""Checks: one number per rank, which together tell whether the ranks hold equal data. Pure integers.
 
-What one rank writes for several is proved alike at that very save. Each rank digests what it holds in common with the
-same other ranks: one digest for each set of holders. Around the ring of each set, a holder adds a number that follows
-from its digest and its own place, and takes away the one of the next place. Where all digests of a set are equal, the
-numbers cancel. So the checks of all ranks add up to zero exactly if all sets agree, but for a chance of 2**-80. That
-costs one sum, however many ranks and sets there are.
+If one rank writes for several, every save proves that they hold the same. Each rank digests what it holds in common
+with the same other ranks, so there is one digest for each set of holders. The holders of a set form a ring. Each adds a
+number that follows from its digest and its own place, and subtracts the number of the next place. If all digests of a
+set are equal, the numbers cancel. So the checks of all ranks add up to zero exactly if all sets agree, but for a chance
+of 2**-80. That costs one sum, however many ranks and sets there are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 from ckptlib.format.documents import Fields
 
 MODULUS = 2**40 - 87
-"""A prime. A million ranks add up to less than 2**60, so that the sum can be made in 64 bits."""
+"""A prime. The numbers of a million ranks add up to less than 2**60, so the sum fits in 64 bits."""
 
 _NUMBERS = 2**32
 _TEXT = re.compile("[0-9a-f]{28}")
@@ -28,13 +28,13 @@ _TEXT = re.compile("[0-9a-f]{28}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Check:
-    """What one rank says of one snapshot."""
+    """One rank's check of one snapshot."""
 
     number: int
-    """Which snapshot of its generation, modulo 2**32; the same on all ranks."""
+    """Number of the snapshot in its generation, modulo 2**32; the same on all ranks."""
     low: int = 0
     high: int = 0
-    """Below MODULUS. Both 0 where the ranks compared everything before they took the snapshot."""
+    """Like `low`, below MODULUS. Both are 0 if the ranks compared everything before they took the snapshot."""
 
     @override
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Check:
 
     @classmethod
     def parse(cls, text: str) -> Check | None:
-        """The inverse of `str`; None for what is not one."""
+        """Parses what `str` returns; returns None for any other text."""
         if _TEXT.fullmatch(text) is None:
             return None
         number, low, high = (int(digits, 16) for digits in (text[:8], text[8:18], text[18:]))
@@ -50,7 +50,7 @@ class Check:
 
 
 def decode_check(fields: Fields) -> Check | None:
-    """That of a document; None where it has none. Raises FormatError."""
+    """Returns the check in a document, or None if it has none. Raises FormatError."""
     if "check" not in fields:
         return None
     found = Check.parse(fields.text("check"))
@@ -60,12 +60,13 @@ def decode_check(fields: Fields) -> Check | None:
 
 
 def compared(number: int) -> Check:
-    """Of a snapshot before which all ranks compared what they hold."""
+    """Returns the check of a snapshot before which all ranks compared what they hold."""
     return Check(number % _NUMBERS)
 
 
 def check_of(number: int, rank: int, digests: Mapping[tuple[int, ...], bytes]) -> Check:
-    """This rank's check. `digests`: by the ranks that hold it, ascending: of all that exactly these hold in common."""
+    """Returns this rank's check. `digests` maps the ascending ranks of each set of holders to the digest of what
+    exactly these ranks hold in common."""
     number %= _NUMBERS
     low = high = 0
     for ranks, digest in digests.items():
@@ -79,14 +80,16 @@ def check_of(number: int, rank: int, digests: Mapping[tuple[int, ...], bytes]) -
 
 
 def add_up(low: int, high: int) -> bool:
-    """Whether sums over all ranks tell that they agree."""
+    """Returns whether sums over all ranks tell that they agree."""
     return low % MODULUS == 0 and high % MODULUS == 0
 
 
 def alike(checks: Iterable[Check | None]) -> bool:
-    """Whether one check of each rank tells that they agree. None: of a rank that has said nothing.
+    """Returns whether the checks, one per rank, tell that the ranks agree. A check is None if its rank has said
+    nothing.
 
-    Parts written by ckptlib before there were checks have none at all; only some of them is no agreement.
+    Parts that older versions of ckptlib wrote have no checks at all, which counts as agreement. If only some ranks have
+    one, they do not agree.
     """
     found = list(checks)
     told = [check for check in found if check is not None]

@@ -1,7 +1,7 @@
-"""Digests of raw bytes: what names a chunk and proves that it is whole.
+"""Digests of raw bytes, which name a chunk and prove that it is whole.
 
-xxh3-128 runs at memory speed and finds every accident. It is no authenticity: whoever can write to the store can
-forge it. Where others can write, choose blake3 when the root is made.
+xxh3-128 runs at memory speed and detects every accident. It is no protection against forgery: whoever can write to the
+store can forge it. If others can write, choose blake3 when the root is made.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ HEX_WIDTH = 32
 
 
 def digester(algorithm: str) -> Callable[[Buffer], str]:
-    """The function that maps bytes to their digest, 32 hex digits. It releases the GIL for large buffers.
+    """Returns the function that maps bytes to their digest, 32 hex digits. It releases the GIL for large buffers.
 
-    Raises FormatError for an algorithm it does not know; ImportError with the remedy where blake3 is not installed.
+    Raises FormatError for an unknown algorithm, ImportError with the remedy if blake3 is not installed.
     """
     if algorithm == XXH3:
         return _xxh3
@@ -34,7 +34,8 @@ def digester(algorithm: str) -> Callable[[Buffer], str]:
 
 
 def digester_of_pieces(algorithm: str) -> Callable[[Iterable[Buffer]], str]:
-    """As `digester`, for bytes that come in pieces: each is digested before the next one is asked for."""
+    """Returns a function like `digester`'s for bytes in pieces. It digests each piece before it asks for the next
+    one."""
     if algorithm == XXH3:
         return _xxh3_of_pieces
     if algorithm == BLAKE3:

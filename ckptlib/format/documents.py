@@ -1,14 +1,14 @@
-"""The envelope that every JSON document of a checkpoint travels in, and strict reading of what is inside.
+"""The envelope of every JSON document of a checkpoint, and strict reading of its body.
 
     {"ckptlib":2,"kind":"manifest","digest":"xxh3:<32 hex>","body":{...}}
 
 In version 1 the digest covers the exact bytes of the body. A document whose body matches such a digest is of version 1
-whatever its number says: one flipped bit there must not pass for a format to come. From version 2 on the digest covers
-version, kind and body, so a newer document that is whole can be told from a damaged one, which nobody has to update
-ckptlib for. Unknown fields are ignored; a higher version is refused. No I/O.
+whatever its number says: one flipped bit there must not pass for a future format. From version 2 on the digest covers
+version, kind and body. So a newer document that is whole can be told from a damaged one, for which nobody has to update
+ckptlib. Unknown fields are ignored; a higher version is refused. No I/O.
 
-A document says version 2 only if readers of version 1 would take it wrongly: those that may name bytes of other
-saves. Root, layouts and what slots hold are as they always were.
+A document says version 2 only if readers of version 1 would misread it: those that may name bytes of other saves. Root,
+layouts and slot documents are still of version 1.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from ckptlib.format.values import Json, loads
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""The newest that is read."""
+"""The newest version that this ckptlib reads."""
 
 _WRITTEN = {"generation": 2, "part": 2, "manifest": 2, "trash": 2}
-"""By kind: the version that is written; 1 for the others."""
+"""Version that is written, by kind; 1 for all other kinds."""
 
 MAX_BYTES = 2**30
-"""Of a document. Those of 10,000 ranks or 100,000 tensors have ten million."""
+"""The most bytes of a document. Documents of 10,000 ranks or 100,000 tensors have ten million."""
 
 MAX_NESTING = 4 * MAX_DEPTH
-"""Levels of lists and objects in values: a dict whose keys are no strings takes four."""
+"""Levels of lists and objects in values: a dict whose keys are not strings takes four per level."""
 
 _HEAD = re.compile(rb'(\{"ckptlib":([^,]{1,9}),"kind":"([a-z]+)"),"digest":"([a-z0-9]+):([0-9a-f]{32})","body":')
 
 
 def dump_body(body: Mapping[str, Json]) -> str:
-    """Compact JSON; the keys keep their order."""
+    """Returns compact JSON; the keys keep their order."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
 def seal(kind: str, body: str) -> bytes:
-    """The document of this kind around a body that is JSON text already.
+    """Returns the document of this kind around a body that is JSON text already.
 
-    Raises UnsupportedState for one that nobody would read.
+    Raises UnsupportedState if it is larger than readers accept.
     """
     version = _WRITTEN.get(kind, 1)
     head, data = f'{{"ckptlib":{version},"kind":"{kind}"', body.encode()
@@ -63,12 +63,13 @@ def seal(kind: str, body: str) -> bytes:
 
 
 def encode(kind: str, body: Mapping[str, Json]) -> bytes:
-    """The document of this kind."""
+    """Returns the document of this kind."""
     return seal(kind, dump_body(body))
 
 
 def as_written(data: bytes, where: str) -> bytes:
-    """The document; where nothing but its version was altered, as it was before, with a warning that names it."""
+    """Returns the document. If only its version was altered, returns it as it was before, and logs a warning that names
+    it."""
     before = _before_alteration(data)
     if before is None:
         return data
@@ -83,7 +84,7 @@ def as_written(data: bytes, where: str) -> bytes:
 
 
 def is_version_altered(data: bytes) -> bool:
-    """Whether a document is as it was written, but for its version."""
+    """Returns whether a document is as it was written, except for its version."""
     return _before_alteration(data) is not None
 
 
@@ -96,9 +97,9 @@ def _before_alteration(data: bytes) -> bytes | None:
 
 
 def _is_whole(match: re.Match[bytes] | None, data: bytes) -> bool:
-    """Whether the digest in a document is that of a document of the version that it says it is of.
+    """Returns whether the digest in a document is that of a document of the version that it claims.
 
-    One whose digest is of the body alone is of version 1, and nothing else.
+    A document whose digest covers the body alone is of version 1 only.
     """
     if match is None or data[-2:] != b"}\n" or (algorithm := match[4].decode()) not in ALGORITHMS:
         return False
@@ -110,15 +111,15 @@ def _is_whole(match: re.Match[bytes] | None, data: bytes) -> bool:
 
 
 def decode(kind: str, data: bytes, where: str) -> Fields:
-    """The body of a document of this kind, verified. Raises as `body_of` does."""
+    """Returns the body of a document of this kind, verified. Raises what `body_of` raises."""
     return Fields(loads(body_of(kind, data, where)), where)
 
 
 def body_of(kind: str, data: bytes, where: str) -> bytes:
-    """The text of the body of a document of this kind, verified.
+    """Returns the text of the body of a document of this kind, verified.
 
-    Raises NewerFormat for one that is whole and newer, CorruptData when the digest does not match, FormatError for the
-    rest. `where` names the object.
+    Raises NewerFormat if it is whole and newer, CorruptData if the digest does not match, and FormatError for anything
+    else. `where` names the object in messages.
     """
     if len(data) > MAX_BYTES:
         raise FormatError(f"{where} has {len(data):,} bytes; a document has at most {MAX_BYTES:,}")
@@ -145,7 +146,7 @@ def body_of(kind: str, data: bytes, where: str) -> bytes:
 
 
 class Fields:
-    """One JSON object, read field by field; every miss is a FormatError that names the document and the field."""
+    """Reads one JSON object field by field; every miss raises a FormatError that names the document and the field."""
 
     def __init__(self, value: Json, where: str) -> None:
         if not isinstance(value, dict):
@@ -157,7 +158,7 @@ class Fields:
         return name in self._value
 
     def get(self, name: str) -> Json:
-        """None where it is missing, too."""
+        """Returns the field, or None if it is missing or null."""
         return self._value.get(name)
 
     def raw(self, name: str) -> Json:
@@ -198,7 +199,7 @@ class Fields:
         return self.text(name, f"[0-9a-f]{{{HEX_WIDTH}}}")
 
     def algorithm(self, name: str) -> str:
-        """Of digests."""
+        """Returns the name of a digest algorithm."""
         found = self.text(name)
         if found not in ALGORITHMS:
             raise self.fail(f"digest algorithm {brief(found)} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
@@ -220,7 +221,7 @@ class Fields:
 
     def texts(self, name: str, pattern: str = ".*") -> list[str]:
         value = self.items(name)
-        wrong = {*map(type, value)} - {str}  # by columns: there may be a name of each of thousands of ranks
+        wrong = {*map(type, value)} - {str}  # by columns: there may be a name for each of thousands of ranks
         if wrong or (pattern != ".*" and not all(map(re.compile(pattern, re.DOTALL).fullmatch, value))):  # type: ignore[arg-type]
             raise self._wrong(name, "a list of strings" + (f" like {pattern}" if pattern != ".*" else ""))
         return value  # type: ignore[return-value]
@@ -232,7 +233,7 @@ class Fields:
         return value
 
     def tree(self, name: str) -> dict[str, Json]:
-        """An object of anything, nested no deeper than what ckptlib writes."""
+        """Returns an object of any values, nested no deeper than what ckptlib writes."""
         value = self.mapping(name)
         level: list[Json] = [value]
         for _ in range(MAX_NESTING):
@@ -247,14 +248,14 @@ class Fields:
         raise self.fail(f"field {name!r} is nested deeper than {MAX_NESTING} levels")
 
     def strings(self, name: str) -> dict[str, str]:
-        """An object of strings."""
+        """Returns an object whose values are strings."""
         value = self.mapping(name)
         if not all(isinstance(item, str) for item in value.values()):
             raise self._wrong(name, "an object of strings")
         return value  # type: ignore[return-value]
 
     def flag(self, name: str) -> bool:
-        """Written only where it is true."""
+        """Returns a flag, which is written only if it is true."""
         value = self.get(name)
         if value is None or isinstance(value, bool):
             return bool(value)
@@ -264,5 +265,5 @@ class Fields:
         return Fields(self.raw(name), f"{self._where}: {name}")
 
     def fail(self, message: str) -> FormatError:
-        """An error about this document, for the caller to raise."""
+        """Returns an error about this document, for the caller to raise."""
         return FormatError(f"{self._where}: {message}")

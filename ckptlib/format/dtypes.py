@@ -1,4 +1,4 @@
-"""Element types by torch's names: their size, and how safetensors calls them. No torch."""
+"""Element types by torch's names: their sizes and their safetensors names. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES: dict[str, tuple[int, str]] = {
     "float8_e4m3fn": (1, "F8_E4M3"),
     "float8_e5m2": (1, "F8_E5M2"),
     "float8_e8m0fnu": (1, "F8_E8M0"),
-    # what safetensors has no word for travels as U8, with its name in the pack's metadata
+    # dtypes that safetensors lacks are stored as U8, with their names in the pack's metadata
     "complex32": (4, "U8"),
     "complex128": (16, "U8"),
     "float8_e4m3fnuz": (1, "U8"),
@@ -32,22 +32,22 @@ _DTYPES: dict[str, tuple[int, str]] = {
 
 
 def known(dtype: str) -> bool:
-    """Whether torch's dtype of this name can be saved."""
+    """Returns whether torch's dtype of this name can be saved."""
     return dtype in _DTYPES
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element. Raises FormatError for a name that is no dtype."""
+    """Returns the bytes per element. Raises FormatError for a name that is no dtype."""
     return _lookup(dtype)[0]
 
 
 def safetensors_name(dtype: str) -> str:
-    """What a safetensors header calls it; "U8" where the format has no word for it."""
+    """Returns the name in a safetensors header; "U8" if the format has no name for the dtype."""
     return _lookup(dtype)[1]
 
 
 def has_own_word(dtype: str) -> bool:
-    """Whether safetensors has a word for it."""
+    """Returns whether safetensors has a name for the dtype."""
     return dtype == "uint8" or safetensors_name(dtype) != "U8"
 
 

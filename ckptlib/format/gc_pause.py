@@ -1,4 +1,4 @@
-"""A pause of Python's cyclic garbage collector, for code that makes many objects which all stay."""
+"""Pauses Python's cyclic garbage collector, for code that makes many objects which all stay."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_lock = threading.RLock()  # a finalizer may come to another pause while its thread holds it
+_lock = threading.RLock()  # a finalizer may enter another pause while its thread holds the lock
 _pauses = 0
-"""In which threads are just now; the lock's."""
+"""Number of pauses that are active in all threads; guarded by the lock."""
 _enabled = True
-"""Whether collections were on before the first of them."""
+"""Whether collections were on before the first pause."""
 
 
 @contextmanager
 def kept() -> Iterator[Callable[[], None]]:
-    """Nothing is collected inside, until what it yields is called. For work that ends soon: other threads make garbage
-    meanwhile. Where several threads are inside, collections are on again when the last of them leaves.
+    """Pauses collections inside, until the yielded function is called. For work that ends soon: other threads make
+    garbage meanwhile. If several threads are inside, collections resume when the last of them leaves.
 
     A process that has imported torch holds about a million objects, and planning 20,000 tensors makes enough new ones
-    for a collection of all of them: 0.24 s where the rest of a load takes 0.36. It comes as soon as collections are on
-    again, so what was made should be gone by then.
+    to start a collection of all of them: 0.24 s, where the rest of a load takes 0.36 s. It starts as soon as
+    collections are on again, so temporary objects should be gone by then.
     """
     ended = False
 
@@ -32,7 +32,7 @@ def kept() -> Iterator[Callable[[], None]]:
             _end()
             ended = True
 
-    try:  # interrupted anywhere: a pause that ends twice lets collections come early; one that stays is worse
+    try:  # interrupted anywhere: a pause that ends twice only lets collections resume early; one that stays is worse
         _begin()
         yield collect_again
     finally:
@@ -44,7 +44,7 @@ def _begin() -> None:
     with _lock:
         if not _pauses:
             _enabled = gc.isenabled()
-        _pauses += 1  # before they are off: a child that is forked in between turns them on by this
+        _pauses += 1  # before collections are off: a child that is forked in between turns them on by this count
         if _pauses == 1:
             gc.disable()
 
@@ -58,7 +58,7 @@ def _end() -> None:
 
 
 def _in_child() -> None:
-    """A forked child has one thread, and the pauses of the others would never end there."""
+    """Ends all pauses in a forked child, which has one thread: the pauses of other threads would never end there."""
     global _lock, _pauses
     _lock = threading.RLock()
     if _pauses:

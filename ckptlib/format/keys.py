@@ -1,4 +1,4 @@
-"""The names of objects under a root, in both directions. Numbers have fixed width, so that names sort by number.
+"""Makes and parses the names of objects under a root. Numbers have fixed width, so that names sort by number.
 
     ckptlib.json
     generations/<gen>-<nonce>.json
@@ -15,7 +15,7 @@
     copies/<key>
     begun/<gen>-<nonce>.json
 
-Names from a store are parsed, never trusted: what does not match exactly is not one of ours.
+Names from a store are parsed, never trusted: a name that does not match exactly is not ckptlib's.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ _KEYS = (
 
 
 def new_nonce() -> str:
-    """Eight random hex digits: tells incarnations and attempts apart that chance upon the same number."""
+    """Returns eight random hex digits, which distinguish incarnations and attempts that chance upon the same number."""
     return secrets.token_hex(4)
 
 
 def checked_step(step: object) -> int:
-    """A step that a name can have. Raises TypeError for what is no whole number, or a bool, ValueError for one out of
-    range."""
+    """Returns a step that a name can contain. Raises TypeError for a bool or anything else that is not a whole number,
+    ValueError for one out of range."""
     try:
         if isinstance(step, bool):
             raise TypeError
@@ -101,11 +101,12 @@ class GenerationId:
 
     @property
     def begun_key(self) -> str:
-        """On a local disk, which has no records of generations."""
+        """Key of the record of a generation on a local disk, which has no generation documents."""
         return f"{BEGUN}{self}.json"
 
     def account_key(self, nonce: str) -> str:
-        """Beside its record. `nonce`: new for each, so that none is put again."""
+        """Returns a key next to the generation's record. `nonce` must be new for each account, so that no key is put
+        twice."""
         return f"{GENERATIONS}{self}-{nonce}.account"
 
     @override
@@ -138,18 +139,20 @@ class SaveId:
 
     @property
     def refresh_key(self) -> str:
-        """Among the steps, so that a writer's one listing of them finds it."""
+        """Key of the refresh mark; it lies under `steps/`, so that a writer's one listing of steps finds it."""
         return f"{STEPS}{self}.refresh"
 
     def refresh_covers(self, other: SaveId) -> bool:
-        """Whether a mark of this save asks that packs of another are not referred to: of this step or an earlier one.
+        """Returns whether a refresh mark of this save covers `other`: whether saves must not refer to packs of `other`.
+        It covers saves of this step or an earlier one.
 
-        None of a later generation: a job that went back behind this step writes lower steps anew.
+        It covers none of a later generation: a job that went back behind this step writes lower steps anew.
         """
         return other.step <= self.step and other.generation <= self.generation
 
     def pin_key(self, nonce: str) -> str:
-        """Among the steps, as above. `nonce`: new for each, so that what removes one never removes a later one."""
+        """Returns a key of a pin, under `steps/` like the refresh mark. `nonce` must be new for each pin, so that
+        removing one never removes a later one."""
         return f"{STEPS}{self}-{nonce}.pin"
 
     def pack_key(self, rank: int, attempt: str, n: int, carried: bool = False) -> str:
@@ -162,12 +165,12 @@ class SaveId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PackSet:
-    """Packs of one save that live and go together: what later saves refer to."""
+    """A set of packs of one save that live and are removed together. Later saves refer to such sets."""
 
     save: SaveId
     carried: bool = False
-    """Those with chunks that had not changed, and that were written again to be rid of an old pack; else those with
-    chunks that had. Only the former are likely to be needed for long."""
+    """Whether these packs hold unchanged chunks, which were written again to release an old pack; otherwise they hold
+    chunks that had changed. Only carried packs are likely to be needed for long."""
 
     @override
     def __str__(self) -> str:
@@ -176,22 +179,22 @@ class PackSet:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PartName:
-    """What the name of a part says of it."""
+    """A part's name, parsed."""
 
     save: SaveId
     rank: int
     attempt: str
     table: str | None
-    """Digest of the part's table (what lies where, without the digests of the data); None: the rank failed."""
+    """Digest of the part's table (what lies where, without the digests of the data); None if the rank failed."""
     digest: str
     """Digest of the part's bytes."""
     check: Check | None = None
-    """What its rank says of what other ranks hold, too; None of a failed one, and from before there were any."""
+    """Check of what its rank holds in common with others; None if the rank failed, and in parts older than checks."""
     uses: str | None = None
-    """Digest of the sets of packs of other saves in which chunks of it lie, 16 hex digits, so that a committer reads
-    one part of all that use the same. None of a failed one, and from before parts referred to other saves."""
+    """Digest of the sets of packs of other saves in which its chunks lie, 16 hex digits. A committer reads only one of
+    the parts that use the same sets. None if the rank failed, and in parts older than references to other saves."""
     nbytes: int | None = None
-    """Bytes of the packs that were put for it; None as above."""
+    """Bytes of the packs that were put for it; None when `uses` is."""
 
     @property
     def ok(self) -> bool:
@@ -211,7 +214,7 @@ def _save_id(step: str, number: str, nonce: str) -> SaveId:
 
 
 def parse_save(text: str) -> SaveId:
-    """The inverse of `str(SaveId)`. Raises FormatError."""
+    """Parses what `str(SaveId)` returns. Raises FormatError."""
     match = _SAVE_NAME.fullmatch(text)
     if match is None:
         raise FormatError(f"{text[:80]!r} is not <step>-<generation>-<nonce>")
@@ -219,7 +222,7 @@ def parse_save(text: str) -> SaveId:
 
 
 def parse_generation(text: str) -> GenerationId:
-    """The inverse of `str(GenerationId)`. Raises FormatError."""
+    """Parses what `str(GenerationId)` returns. Raises FormatError."""
     match = _GENERATION.fullmatch(text)
     if match is None:
         raise FormatError(f"{text[:80]!r} is not <generation>-<nonce>")
@@ -237,7 +240,7 @@ def parse_begun_key(key: str) -> GenerationId | None:
 
 
 def parse_account_key(key: str) -> GenerationId | None:
-    """Whose writer put it; it may tell of others, too."""
+    """Returns the generation whose writer put the account; the account may tell of other generations, too."""
     match = _ACCOUNT_KEY.fullmatch(key)
     return GenerationId(int(match[1]), match[2]) if match else None
 
@@ -265,37 +268,38 @@ def parse_part_key(key: str) -> PartName | None:
 
 
 def part_rank(key: str) -> int | None:
-    """The rank whose share the part of this key tells; None of a failed one, and when it is not the key of a part."""
+    """Returns the rank whose share the part of this key holds; None if that rank failed or this is not the key of a
+    part."""
     match = _PART_KEY.fullmatch(key)
     return None if match is None or match[6] is None else int(match[4])
 
 
 def pack_set(key: str) -> PackSet | None:
-    """The set to which the pack of this key belongs, or None when it is not the key of a pack."""
+    """Returns the set to which the pack of this key belongs, or None if this is not the key of a pack."""
     match = _PACK_KEY.fullmatch(key)
     return PackSet(_save_id(*match.groups()[:3]), match[6] is not None) if match else None
 
 
 def pack_rank(key: str) -> int | None:
-    """The rank that put the pack of this key, or None when it is not the key of a pack."""
+    """Returns the rank that put the pack of this key, or None if this is not the key of a pack."""
     match = _PACK_KEY.fullmatch(key)
     return int(match[4]) if match else None
 
 
 def pack_save(key: str) -> SaveId | None:
-    """The save that put the pack of this key, or None when it is not the key of a pack."""
+    """Returns the save that put the pack of this key, or None if this is not the key of a pack."""
     found = pack_set(key)
     return None if found is None else found.save
 
 
 def object_save(key: str) -> SaveId | None:
-    """The save whose part or pack it is."""
+    """Returns the save to which the part or pack of this key belongs, or None if this is the key of neither."""
     part = parse_part_key(key)
     return pack_save(key) if part is None else part.save
 
 
 def parse_pack_set(text: str) -> PackSet:
-    """The inverse of `str(PackSet)`. Raises FormatError."""
+    """Parses what `str(PackSet)` returns. Raises FormatError."""
     match = _PACK_SET.fullmatch(text)
     if match is None:
         raise FormatError(f"{text[:80]!r} is not <step>-<generation>-<nonce> or that and -carried")
@@ -317,17 +321,18 @@ def layout_key(digest: str) -> str:
 
 
 def is_layout_key(key: str) -> bool:
-    """Whether this is the key of a layout, or of its copy."""
+    """Returns whether this is the key of a layout, or of its copy."""
     return _LAYOUT_KEY.fullmatch(key) is not None
 
 
 def is_known(key: str) -> bool:
-    """Whether the format has such a name. Objects of other names belong to somebody else, wherever they lie."""
+    """Returns whether the format has such a name. Objects with other names belong to somebody else, wherever they
+    lie."""
     name = key.removeprefix(COPIES)
     kinds = _KEYS if name == key else _COPIED_KEYS
     return name == ROOT or any(kind.fullmatch(name) for kind in kinds)
 
 
 def copy_key(key: str) -> str:
-    """Of the second copy of a document that all steps need: the root's own, or a layout."""
+    """Returns the key of the second copy of a document that all steps need: the root's own, or a layout."""
     return f"{COPIES}{key}"

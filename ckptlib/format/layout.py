@@ -1,7 +1,8 @@
-"""Layouts: which rank holds which box of which tensor, as meshes and placements, so that size does not grow with ranks.
+"""Layouts: which rank holds which box of which tensor. They store meshes and placements, so that their size does not
+grow with the number of ranks.
 
-A layout is written once and shared by every step and every rank that has it. It also says who writes a box that several
-ranks hold, so that a reader opens only the parts that it needs. No I/O, no torch.
+A layout is written once and shared by all steps and ranks that have it. It also says which rank writes a box that
+several ranks hold, so that a reader opens only the parts that it needs. No I/O, no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_NDIM = 64
 MAX_NUMEL = 2**60
 
 MAX_ALIKE = 100
-"""Different shapes with one hash."""
+"""The most different shapes with one hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class Mesh:
 
     @override
     def __hash__(self) -> int:
-        """Of a few of the ranks: it is asked for with every tensor, and there may be many thousands."""
+        """Hashes only a few of the ranks: there may be many thousands, and every tensor asks for the hash."""
         return hash((self.shape, self.ranks[:4], self.ranks[-4:]))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank stands, or None when it is not in the mesh."""
+        """Returns the coordinate of a rank, or None if it is not in the mesh."""
         if rank not in self.ranks:
             return None
         flat, coordinate = self.ranks.index(rank), []
@@ -63,7 +64,7 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: tuple[int, ...]) -> int:
-        """Who stands at a coordinate."""
+        """Returns the rank at a coordinate."""
         flat = 0
         for index, size in zip(coordinate, self.shape, strict=True):
             flat = flat * size + index
@@ -72,12 +73,12 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Held as a DTensor is: one placement per axis of a mesh."""
+    """A tensor held as a DTensor is: one placement per axis of a mesh."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     writer: tuple[int, ...] | None
-    """The coordinate on the replicating axes (0 on others) of the ranks that write; None: the parts say who wrote."""
+    """Coordinate of the ranks that write, on the replicating axes (0 on others); None: the parts say who wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class OwnPerRank:
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Every rank holds a box that its user cut; the parts say which."""
+    """Every rank holds a box that the user cut; the parts say which."""
 
 
 Holding = Placed | OwnPerRank | ByHand
@@ -95,13 +96,13 @@ Holding = Placed | OwnPerRank | ByHand
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is said of any tensor."""
+    """The name, dtype and shape of a tensor."""
 
     name: str
     dtype: str
     """torch's name, without the module: "bfloat16"."""
     shape: tuple[int, ...]
-    """Global; of what is OwnPerRank, that on the ranks that have it so."""
+    """Global shape; of an OwnPerRank tensor, its shape on the ranks that have it in this shape."""
 
     @property
     def nbytes_global(self) -> int:
@@ -117,7 +118,7 @@ class TensorEntry(TensorSpec):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the ranks that share it hold."""
+    """The tensors and objects that the ranks with this layout hold."""
 
     world_size: int
     tensors: tuple[TensorEntry, ...]
@@ -125,7 +126,8 @@ class Layout:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tied tensors, each with the name under which the data is saved."""
     objects: Mapping[str, Json] = field(default_factory=dict)
-    """By path: how to rebuild the state of objects that hold tensors (see `ckptlib.state.flatten`)."""
+    """Description of each object that holds tensors, by path, for rebuilding its state (see
+    `ckptlib.state.flatten`)."""
 
     @cached_property
     def encoded(self) -> bytes:
@@ -134,7 +136,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Names the document."""
+        """Digest of the document, which names it."""
         return digester(XXH3)(self.encoded)
 
     @cached_property
@@ -144,7 +146,7 @@ class Layout:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Per tensor: position of the first one of its shape and dtype."""
+        """Position of the first tensor with the same shape and dtype, per tensor."""
         first: dict[tuple[tuple[int, ...], str], int] = {}
         return tuple(first.setdefault((entry.shape, entry.dtype), i) for i, entry in enumerate(self.tensors))
 
@@ -154,31 +156,31 @@ class Layout:
 
     @cached_property
     def per_rank(self) -> tuple[int, ...]:
-        """Positions of the tensors of which every rank has its own, and which are not empty."""
+        """Positions of the tensors that are not empty and of which every rank has its own."""
         return tuple(i for i, e in enumerate(self.tensors) if isinstance(e.holding, OwnPerRank) and e.nbytes_global)
 
     def find(self, name: str) -> TensorEntry | None:
-        """The tensor that is saved under this name, which no alias is."""
+        """Returns the tensor that is saved under this name, or None. Aliases have no tensor of their own."""
         i = self.index.get(name)
         return None if i is None else self.tensors[i]
 
 
 def ranks_touching(entry: TensorEntry, box: Box, ranks: frozenset[int]) -> Iterator[int]:
-    """Those of `ranks`, which share the entry's layout, whose part may hold data of `box`."""
+    """Yields those of `ranks` whose part may hold data of `box`. All `ranks` share the entry's layout."""
     holding = entry.holding
     if not isinstance(holding, Placed) or holding.writer is None:
         yield from sorted(ranks)
         return
     try:
         writers = _writers(entry.shape, holding, holding.writer, box)
-    except UnsupportedState as error:  # no save has it
+    except UnsupportedState as error:  # no save has such a tensor
         raise FormatError(f"{entry.name}: {error}") from error
     yield from (rank for rank in writers if rank in ranks)
 
 
 @lru_cache(maxsize=256)  # layers are alike
 def _writers(shape: tuple[int, ...], placed: Placed, writer: tuple[int, ...], box: Box) -> tuple[int, ...]:
-    """The ranks that write what `box` holds."""
+    """Returns the ranks that write the data of `box`."""
     replicating = sharding.replica_axes(placed.placements)
     found = sharding.coordinates_touching(shape, placed.mesh.shape, placed.placements, box)
     coordinates = (tuple(writer[a] if a in replicating else c for a, c in enumerate(at)) for at in found)
@@ -188,7 +190,7 @@ def _writers(shape: tuple[int, ...], placed: Placed, writer: tuple[int, ...], bo
 def _encode(layout: Layout) -> bytes:
     meshes: dict[Mesh, int] = {}
     holdings: dict[Holding, int] = {}
-    known: dict[int, int] = {}  # by id: they are few, and slow to compare
+    known: dict[int, int] = {}  # by id: holdings are few, and slow to compare
     rows: list[Json] = []
     for entry in layout.tensors:
         index = known.get(id(entry.holding))
@@ -223,7 +225,7 @@ def _encode_holding(holding: Holding, meshes: Mapping[Mesh, int]) -> Json:
 
 
 def decode_layout(data: bytes, where: str) -> Layout:
-    """The layout in a document. Raises as `documents.decode` does."""
+    """Returns the layout in a document. Raises what `documents.decode` raises."""
     fields = decode(KIND, data, where)
     world_size = fields.integer("world_size", 1, 10**6)
     meshes = [_decode_mesh(Fields(m, f"{where}: mesh {i}"), world_size) for i, m in enumerate(fields.items("meshes"))]
@@ -239,7 +241,7 @@ def decode_layout(data: bytes, where: str) -> Layout:
     if not all(isinstance(v, str) and v in known and k not in known for k, v in aliases.items()):
         raise fields.fail("an alias names no tensor, or shadows one")
     layout = Layout(world_size, tensors, aliases, fields.tree("objects"))  # type: ignore[arg-type]
-    vars(layout)["encoded"] = data  # with fields that this version does not know: its name covers them, too
+    vars(layout)["encoded"] = data  # with fields that this version does not know: the digest covers them, too
     return layout
 
 
@@ -272,7 +274,7 @@ def _decode_holding(fields: Fields, meshes: list[Mesh]) -> Holding:
 
 
 def _decode_entries(rows: list[Json], holdings: list[Holding], fields: Fields) -> tuple[TensorEntry, ...]:
-    """Checked column by column: there may be a hundred thousand."""
+    """Checks the rows column by column: there may be a hundred thousand."""
     if not rows:
         return ()
     for row in rows:
@@ -302,7 +304,7 @@ def _check_dims(placements: tuple[Placement, ...], ndim: int, fields: Fields) ->
 
 
 def decode_shapes(name: str, fields: Fields) -> list[tuple[int, ...]]:
-    """A column of shapes or offsets: sizes >= 0, of bounded number and product. Raises FormatError."""
+    """Returns a column of shapes or offsets: sizes >= 0, of bounded number and product. Raises FormatError."""
     return _decode_shapes(fields.items(name), fields)
 
 
@@ -321,7 +323,8 @@ def _decode_shapes(values: list[Json], fields: Fields) -> list[tuple[int, ...]]:
 
 
 def check_spread(items: list[H], fields: Fields) -> list[H]:
-    """The items. Raises FormatError where many that differ have one hash, which makes every dict of them slow."""
+    """Returns the items. Raises FormatError if many different ones have the same hash, which makes every dict of them
+    slow."""
     seen = dict(zip(map(hash, items), items, strict=True))
     if sum(map(operator.ne, map(seen.__getitem__, map(hash, items)), items)) > MAX_ALIKE:
         raise fields.fail(f"more than {MAX_ALIKE} different shapes have one hash: they were made to")

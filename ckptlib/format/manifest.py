@@ -1,4 +1,4 @@
-"""The small documents of a root: itself, generations, manifests and trash records. Types and JSON; no I/O.
+"""The small documents of a root: the root's own, generations, manifests and trash records. Types and JSON; no I/O.
 
 A manifest is derived from parts alone, so whoever commits a step writes the same bytes.
 """
@@ -29,10 +29,10 @@ from ckptlib.format.values import Json
 from ckptlib.policy.best import MODES, Best
 
 MAX_USERS = 2**21
-"""Ranks that `uses` name, of all sets together: a few bytes can tell of a million."""
+"""The most ranks that `uses` names, of all sets together: a few bytes can stand for a million."""
 
 MAX_DEADLINE_S = 1e9
-"""30 years: what is longer is no time that anybody meant, and sums of such times overflow."""
+"""30 years. Nobody means a longer time, and sums of longer times overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Root:
     id: str
     """32 random hex digits."""
     algorithm: str
-    """Of the digests of chunks."""
+    """Digest algorithm of the chunks."""
     save_deadline_s: float
     """A save that is not committed this many seconds after it began never will be."""
 
@@ -65,26 +65,26 @@ class Generation:
     id: GenerationId
     world_size: int
     resumed_from: SaveId | None
-    """The step it continues; None: it began anew."""
+    """The step it continues; None if it began anew."""
     created: float
     """Seconds since the epoch, by rank 0's clock."""
     versions: Mapping[str, str]
-    """Of python, torch, ckptlib."""
+    """Versions of python, torch, ckptlib."""
     host: str
-    """Where rank 0 ran."""
+    """Host of rank 0."""
     tags: Mapping[str, str] = field(default_factory=dict)
     domains: tuple[str, ...] = ()
-    """With snapshots in memory, the failure domain of each rank; none without."""
+    """Failure domain of each rank if snapshots are kept in memory; otherwise empty."""
     copies: int = 0
     """Replicas of each rank's snapshots, in other domains than its own."""
     kinds: tuple[int, ...] = ()
-    """Of each rank: a number that it shares with those that hold the same of the state; none where no two do."""
+    """A number per rank, which ranks with the same state share; empty if no two ranks have the same."""
     rewind: bool = False
     """Whether it was put to go back: it is the head of history though it has no step yet."""
     run: Mapping[str, Json] = field(default_factory=dict)
-    """What ran, where the job asked for that to be recorded; see `saving.run_record`."""
+    """What ran, if the job asked for a record of it; see `saving.run_record`."""
     best: Best | None = None
-    """What the job calls its best step."""
+    """How the job chooses its best step."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -134,7 +134,7 @@ class Generation:
 
 
 def _decode_best(fields: Fields) -> Best | None:
-    """None for a rule that is not known here: nothing but the word "best" depends on it."""
+    """Returns None for an unknown mode: only the word "best" depends on it."""
     metric, mode = fields.text("metric"), fields.text("mode")
     return Best(metric, mode) if metric and mode in MODES else None
 
@@ -149,39 +149,39 @@ def _decode_peers(fields: Fields) -> tuple[tuple[str, ...], int, tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The commit point: a step exists when, and only when, this does."""
+    """The document that commits a step: a step exists exactly when its manifest does."""
 
     save: SaveId
     world_size: int
     parts: tuple[PartName, ...]
-    """By rank."""
+    """The part of each rank."""
     layouts: Mapping[str, tuple[int, ...]]
-    """Digest of each layout, and the ranks that have it; each rank once."""
+    """Digest of each layout, and the ranks that have it; each rank occurs once."""
     nbytes: int
     """Bytes of all packs that were put for this save."""
     created: float
     """When rank 0's snapshot was taken; seconds since the epoch."""
     metrics: Mapping[str, Json]
-    """Rank 0's."""
+    """Metrics of rank 0."""
     uses: Mapping[PackSet, float] = field(default_factory=dict)
-    """The sets of packs of other saves that its parts name, and when those saves were taken, as `created` tells."""
+    """The sets of packs of other saves that its parts name, each with the `created` of that save."""
     users: Mapping[PackSet, frozenset[int]] = field(default_factory=dict)
-    """The ranks whose packs of a set are named, where these are not all ranks'. A rank names its own only. The document
-    tells those that `told_users` gives."""
+    """The ranks whose packs of a set are named, unless these are the packs of all ranks. A rank names only its own
+    packs. The document stores what `told_users` returns."""
     nbytes_state: int | None = None
     """Bytes of all chunks, wherever they lie and however they are stored. None in version 1."""
     exempt: bool = False
-    """Whether the step stays for good; rank 0's."""
+    """Whether the step stays for good; from rank 0's part."""
     account: Mapping[str, Json] = field(default_factory=dict)
-    """What the start of the job had spent its time on by then; see `format.account`. Rank 0's."""
+    """How the start of the job had spent its time by then, from rank 0's part; see `format.account`."""
 
     @property
     def nbytes_loaded(self) -> int:
-        """That a load gives back; where version 1 did not tell, the packs, which then had all of it."""
+        """Bytes that a load gives back. In version 1, bytes of the packs, which then held all of them."""
         return self.nbytes if self.nbytes_state is None else self.nbytes_state
 
     def check_layout(self, name: PartName, layout: str) -> None:
-        """Raises FormatError unless the layout of a part is one of those told here."""
+        """Raises FormatError unless the layout of a part is one that the manifest names."""
         if layout not in self.layouts:
             raise FormatError(
                 f"{name.key}: its layout is {layout}, expected one that its manifest names: {', '.join(self.layouts)}"
@@ -233,9 +233,10 @@ class Manifest:
 
 
 def told_users(users: Mapping[PackSet, frozenset[int]]) -> dict[PackSet, frozenset[int]]:
-    """What a document tells of `users`: no more ranks than a reader takes. The largest sets are left out first.
+    """Returns the part of `users` that a document stores: no more ranks than a reader accepts. It leaves out the
+    largest sets first.
 
-    A set that is left out counts as one that all ranks use: more packs are kept, and none is lost.
+    Readers treat a set that is left out as used by all ranks: more packs are kept, and none is lost.
     """
     told, num_ranks = dict(users), sum(map(len, users.values()))
     for of in sorted(users, key=lambda of: (-len(users[of]), of)):
@@ -246,7 +247,7 @@ def told_users(users: Mapping[PackSet, frozenset[int]]) -> dict[PackSet, frozens
 
 
 def _encode_uses(uses: Mapping[PackSet, float], users: Mapping[PackSet, frozenset[int]]) -> dict[str, Json]:
-    """A time each, or a time and runs of ranks."""
+    """Returns a time for each set, or a time and runs of ranks."""
     told = told_users(users)
     return {
         str(of): [created, _to_runs(tuple(sorted(told[of])))] if of in told else created
@@ -255,7 +256,7 @@ def _encode_uses(uses: Mapping[PackSet, float], users: Mapping[PackSet, frozense
 
 
 def _decode_uses(fields: Fields) -> tuple[dict[PackSet, float], dict[PackSet, frozenset[int]]]:
-    """None in version 1, where no save needs bytes of another."""
+    """Returns empty dicts for version 1, in which no save needs bytes of another."""
     uses: dict[PackSet, float] = {}
     users: dict[PackSet, frozenset[int]] = {}
     left = MAX_USERS
@@ -277,7 +278,7 @@ def _decode_uses(fields: Fields) -> tuple[dict[PackSet, float], dict[PackSet, fr
 
 
 def ranks_by_layout(found: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
-    """By layout: the ranks that have it, in order. `found`: of each rank its layout."""
+    """Returns the ranks that have each layout, in order. `found` gives the layout of each rank."""
     ranks: dict[str, list[int]] = {}
     for layout, rank in found:
         ranks.setdefault(layout, []).append(rank)
@@ -292,7 +293,7 @@ def _decode_part_key(key: str, save: SaveId, fields: Fields) -> PartName:
 
 
 def _to_runs(ranks: tuple[int, ...]) -> Json:
-    """Ascending ranks as [first, last] pairs."""
+    """Returns ascending ranks as [first, last] pairs."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -303,7 +304,7 @@ def _to_runs(ranks: tuple[int, ...]) -> Json:
 
 
 def _decode_layouts(fields: Fields, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Runs are counted before they are written out: a few bytes can tell of a million ranks."""
+    """Counts the runs before it expands them: a few bytes can stand for a million ranks."""
     found = fields.mapping("layouts")
     if not all(re.fullmatch("[0-9a-f]{32}", digest) for digest in found):
         raise fields.fail("layouts are not named by their digests")
@@ -334,18 +335,18 @@ def _decode_runs(value: Json, fields: Fields) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class TrashRecord:
-    """A step that retention dropped; its objects go when this record is older than the grace period."""
+    """A step that retention dropped; its objects are removed when this record is older than the grace period."""
 
     save: SaveId
     reason: str
     uses: Mapping[PackSet, float] = field(default_factory=dict)
-    """Of its manifest: whoever reads the step while the record is young still needs them."""
+    """The `uses` of its manifest: readers of the step need them while the record is young."""
     users: Mapping[PackSet, frozenset[int]] = field(default_factory=dict)
-    """Of its manifest."""
+    """The `users` of its manifest."""
     created: float = 0.0
-    """Of its manifest; 0 where that is not known."""
+    """The `created` of its manifest; 0 if that is not known."""
     layouts: tuple[str, ...] | None = None
-    """Of its manifest, by digest; None where that is not known."""
+    """Digests of its manifest's layouts; None if they are not known."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {

@@ -1,9 +1,9 @@
-"""Where boxes of one tensor overlap: what must be equal on several ranks, and which of them writes it.
+"""Where boxes of one tensor overlap: which regions must be equal on several ranks, and which rank writes them.
 
 Pure: no torch, no I/O.
 
 Boxes that users cut by hand may overlap, as those of a grid with halos do. The lowest rank that holds an element writes
-it. The others hold a replica, which has to be proved equal at every save, as any replica has.
+it. The others hold a replica, which every save has to prove equal, like any replica.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ckptlib.errors import UnsupportedState
 from ckptlib.format.box import Box
 
 MAX_PAIRS = 65_536
-"""Different boxes of one tensor that overlap, two by two. A grid of 10 x 10 x 10 ranks with halos has 10,000."""
+"""The most pairs of different boxes of one tensor that overlap. A grid of 10 x 10 x 10 ranks with halos has 10,000."""
 
 MAX_CANDIDATES = 1 << 26
-"""Pairs of one tensor that are looked at: a quarter of a second."""
+"""The most pairs of boxes of one tensor that are compared: a quarter of a second."""
 
 MAX_PIECES = 64
-"""What a rank writes of one box; one that would be cut into more is written whole, and its overlaps twice."""
+"""The most pieces that a rank writes of one box. A box that would need more is written whole, and its overlaps
+twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,17 @@ class Overlap:
     box: Box
     """In the tensor's global coordinates; not empty. Each of the ranks holds all of it."""
     ranks: tuple[int, ...]
-    """Ascending, at least two. The first of them writes it, unless a lower rank holds all or parts of it, too; that is
+    """Ascending, at least two. The first one writes the region, unless a lower rank holds some or all of it: that is
     another overlap then."""
 
 
 def overlaps(boxes: Mapping[str, Mapping[int, Box]]) -> tuple[Overlap, ...]:
-    """What has to be equal so that each tensor has one value: for any two ranks, all that both hold.
+    """Returns the regions that must be equal so that each tensor has one value: for any two ranks, all that both hold.
 
-    `boxes`: by name and by rank what each rank holds; none of them empty. The result is sorted by name and box, so all
-    who know of the same boxes have it in the same order.
+    `boxes` maps each name to the box that each rank holds; none is empty. The result is sorted by name and box, so all
+    callers with the same boxes get the same order.
 
-    Raises UnsupportedState, naming the tensor, where more than MAX_PAIRS different boxes overlap.
+    Raises UnsupportedState, naming the tensor, if more than MAX_PAIRS pairs of different boxes overlap.
     """
     found: list[Overlap] = []
     known: dict[tuple[tuple[int, Box], ...], list[tuple[Box, tuple[int, ...]]]] = {}
@@ -74,11 +75,11 @@ def _regions(name: str, cut: Sequence[tuple[int, Box]]) -> list[tuple[Box, tuple
 
 
 Meeting = tuple[int, int, Box]
-"""Two boxes by their positions, ascending, and the region that both hold."""
+"""Positions of two boxes, ascending, and the region that both hold."""
 
 
 def meetings(boxes: Sequence[Box]) -> list[Meeting]:
-    """What has to be equal for a tensor of which these boxes were saved to have one value, sorted.
+    """Returns the regions that must be equal so that a tensor saved as these boxes has one value, sorted.
 
     Of equal boxes, each is to be compared with the first. Raises UnsupportedState as `overlapping` does.
     """
@@ -90,10 +91,10 @@ def meetings(boxes: Sequence[Box]) -> list[Meeting]:
 
 
 def overlapping(boxes: Sequence[Box]) -> list[Meeting]:
-    """The pairs with a common region, none of them equal boxes, of which there are none.
+    """Returns the pairs of boxes with a common region. No two of `boxes` may be equal.
 
     Sweeps along the dim in which the fewest boxes meet: n log n for boxes that tile a tensor. Raises UnsupportedState
-    beyond MAX_PAIRS.
+    for more than MAX_PAIRS pairs.
     """
     if len(boxes) < 2:
         return []
@@ -117,10 +118,11 @@ def overlapping(boxes: Sequence[Box]) -> list[Meeting]:
 
 
 def _meetings(starts: np.ndarray, stops: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Of intervals: how many pairs meet, their order by start, and for each in it the last + 1 that it meets."""
+    """Returns how many pairs of intervals meet, their order by start, and for each in that order the last + 1 that it
+    meets."""
     order = np.argsort(starts, kind="stable")
     last = np.searchsorted(starts[order], stops[order], side="left")
-    last = np.maximum(last, np.arange(1, len(order) + 1))  # an empty one meets none
+    last = np.maximum(last, np.arange(1, len(order) + 1))  # an empty interval meets none
     return int((last - np.arange(1, len(order) + 1)).sum()), order, last
 
 
@@ -132,9 +134,9 @@ def _too_many(num: int) -> UnsupportedState:
 
 
 def remainder(box: Box, covered: Iterable[Box]) -> tuple[Box, ...]:
-    """What is left of a box without the regions that others write: disjoint boxes, at most MAX_PIECES of them.
+    """Returns a box without the regions that others write, as at most MAX_PIECES disjoint boxes.
 
-    The box itself where there would be more: to write twice what is equal is no harm.
+    Returns the box itself if there would be more: writing equal data twice does no harm.
     """
     left = [box]
     for other in sorted(covered, key=lambda region: -region.numel):  # the largest first: it leaves the fewest pieces
@@ -145,7 +147,7 @@ def remainder(box: Box, covered: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _without(box: Box, other: Box) -> list[Box]:
-    """A box but for another one: up to two slabs for each dim."""
+    """Returns a box without another one, as up to two slabs for each dim."""
     common = box.intersect(other)
     if common is None:
         return [box]

@@ -1,4 +1,4 @@
-"""Parts: what one rank puts for a save, or its word that nothing will come. Types and JSON; no I/O."""
+"""Parts: what one rank puts for a save, or its record that it failed. Types and JSON; no I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptlib.format.tagged_values import brief
 from ckptlib.format.values import Json, loads
 
 MAX_ERROR = 2000
-"""Characters of what a rank says of its failure."""
+"""The longest error of a failed rank, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Pack:
 
     key: str
     nbytes: int
-    """Of the whole object."""
+    """Bytes of the whole object."""
     created: float
-    """When the snapshot that it was made of was taken; seconds since the epoch, by the rank's clock."""
+    """When the snapshot it was made of was taken; seconds since the epoch, by the rank's clock."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Part:
     attempt: str
     table: Table
     packs: tuple[Pack, ...]
-    """Those of other saves, too, in which chunks lie that have not changed since."""
+    """Includes packs of other saves that hold chunks which have not changed since."""
     algorithm: str
     digests: tuple[str, ...]
-    """Per chunk of the table, of the bytes that a load gives back."""
+    """Digest per chunk of the table, of the bytes that a load gives back."""
     values: Mapping[str, Json]
     """Non-tensor state by path, as `ckptlib.format.values` encodes it."""
     metrics: Mapping[str, Json]
@@ -54,20 +54,20 @@ class Part:
     check: Check | None = None
     """See `PartName.check`."""
     codings: Mapping[int, Coding] = field(default_factory=dict)
-    """By chunk, of those that are not stored as they are."""
+    """Codings of the chunks that are not stored as they are, by chunk."""
     exempt: bool = False
-    """Whether the step is to stay for good; rank 0's counts."""
+    """Whether the step is to stay for good; only rank 0's counts."""
     account: Mapping[str, Json] = field(default_factory=dict)
-    """What the start of the job had spent its time on by then; see `format.account`. Rank 0's counts."""
+    """How the start of the job had spent its time by then; see `format.account`. Only rank 0's counts."""
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
-        """Per chunk of the table: its bytes in the pack."""
+        """Bytes in the pack, per chunk of the table."""
         return tuple(self.places.stored(self.table.nbytes))
 
     @property
     def places(self) -> Places:
-        """Where its chunks lie, and as what."""
+        """Where its chunks lie, and how they are coded."""
         return Places(self.table.packs, self.table.offsets, self.codings)
 
     @property
@@ -87,7 +87,7 @@ class Part:
         return PartHead(self.created, self.metrics, self.uses, self.exempt, self.account)
 
     def encode(self) -> tuple[PartName, bytes]:
-        """The document and the name it is put under."""
+        """Returns the name to put the document under, and the document."""
         uses = self.uses
         body: dict[str, Json] = {
             "save": str(self.save),
@@ -115,7 +115,7 @@ class Part:
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> Part:
-        """The part of this name. Raises as `documents.decode` does, also when it is not what its name says."""
+        """Decodes the part of this name. Raises what `documents.decode` raises, also if it does not match its name."""
         data = checked(name, data)
         fields, table = _decode_body(body_of("part", data, name.key), name.key)
         placed = "places" not in fields  # version 1
@@ -144,7 +144,7 @@ class Part:
         told = part.save, part.rank, part.attempt, part.check
         if told != (name.save, name.rank, name.attempt, name.check):
             raise fields.fail("content and name tell of different parts")
-        # The table's text comes last wherever ckptlib wrote it; to write it again takes longer than to read it.
+        # The table's text comes last if ckptlib wrote it; writing it again takes longer than reading it.
         text = data[data.rfind(b'"table":') + len(b'"table":') : -len(b"}}\n")]
         if digester(XXH3)(text) != name.table and name.table != (table.digest if placed else table.cuts_digest):
             raise fields.fail("content and name tell of different parts")
@@ -155,7 +155,7 @@ class Part:
         return part
 
     def _check_uses(self, name: PartName, fields: Fields) -> None:
-        """What a committer takes from the name must be what a load takes from the packs."""
+        """Checks that the packs a committer takes from the name are those that a load takes from the part."""
         if name.uses is None:
             if self.uses:
                 raise fields.fail(f"its name does not tell of chunks in packs of {self.uses[0]}")
@@ -178,9 +178,10 @@ _TABLE = b',"table":'
 
 
 def _decode_body(body: bytes, where: str) -> tuple[Fields, Table | None]:
-    """The fields, and the table where it is the last of them, and told from its text; then it is none of them.
+    """Returns the fields of a part. If the table is the last field and its text is as ckptlib writes it, returns the
+    table apart from the fields; otherwise None.
 
-    What comes before it is an object by itself only if all of its strings and lists end before it.
+    The text before the table is an object by itself only if all of its strings and lists end before it.
     """
     cut = body.rfind(_TABLE)
     table = table_text.decode_cuts(body[cut + len(_TABLE) : -1]) if cut > 1 and body[-1:] == b"}" else None
@@ -188,7 +189,7 @@ def _decode_body(body: bytes, where: str) -> tuple[Fields, Table | None]:
         try:
             fields = Fields(loads(body[:cut] + b"}"), where)
         except FormatError:
-            table = None  # it is said of the whole
+            table = None  # decoding the whole body below says what is wrong
         else:
             if "table" not in fields and "places" in fields:
                 return fields, table
@@ -196,13 +197,13 @@ def _decode_body(body: bytes, where: str) -> tuple[Fields, Table | None]:
 
 
 def uses_digest(uses: Iterable[PackSet]) -> str:
-    """What the name of a part says of these sets of packs, in ascending order."""
+    """Returns the digest in the name of a part of these sets of packs, which are in ascending order."""
     return digester(XXH3)(" ".join(map(str, uses)).encode())[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class PartHead:
-    """What a manifest takes from a part, without its table."""
+    """The fields that a manifest takes from a part; not its table."""
 
     created: float
     metrics: Mapping[str, Json]
@@ -212,7 +213,7 @@ class PartHead:
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> PartHead:
-        """Of the part of this name. Raises as `Part.decode` does."""
+        """Decodes the head of the part of this name. Raises what `Part.decode` raises."""
         fields = decode("part", checked(name, data), name.key)
         uses = _uses(name, fields)
         if name.uses not in (None, uses_digest(uses)):
@@ -226,12 +227,14 @@ def _decode_account(fields: Fields) -> dict[str, Json]:
 
 
 def _uses(name: PartName, fields: Fields) -> tuple[PackSet, ...]:
-    """What the part says of itself; a name of version 1 promises that there is nothing to say."""
+    """Returns the sets of packs that the part names; none if its name is of version 1, which promises that there are
+    none."""
     return () if name.uses is None else tuple(map(parse_pack_set, fields.texts("uses")))
 
 
 def checked(name: PartName, data: bytes) -> bytes:
-    """The document, as it was written. Raises a CorruptData that names the part when its name promises other bytes."""
+    """Returns the document as it was written. Raises CorruptData, naming the part, if the digest in its name is
+    another."""
     found = digester(XXH3)(data)
     if found != name.digest:
         data = as_written(data, name.key)
@@ -242,7 +245,7 @@ def checked(name: PartName, data: bytes) -> bytes:
 
 
 def _decode_pack(row: Json, created: float, fields: Fields) -> Pack:
-    """`created`: of the part, for rows of version 1, which do not tell it."""
+    """Reads a row of packs. `created` is the part's, for rows of version 1, which have none."""
     match row:
         case [str(key), int(nbytes), *more] if (
             pack_set(key) is not None and type(nbytes) is int and 0 <= nbytes <= 2**62
@@ -257,7 +260,7 @@ def _decode_pack(row: Json, created: float, fields: Fields) -> Pack:
 
 @dataclass(frozen=True, slots=True)
 class FailedPart:
-    """A rank's word that its share of a save will not come."""
+    """A rank's record that its share of a save will not come."""
 
     save: SaveId
     rank: int

@@ -12,8 +12,8 @@ from ckptlib.format.documents import Fields
 from ckptlib.format.values import Json
 
 MAX_CODED_BYTES = 64 * 1024 * 1024
-"""Of a chunk that is stored as a frame: a reader takes memory for all of it, whatever the frame's own size is. ckptlib
-writes chunks of a sixteenth of that."""
+"""The most bytes of a chunk that is stored as a frame: a reader allocates all of it, whatever the frame's own size is.
+ckptlib writes chunks of a sixteenth of that."""
 
 MAX_PACKS = 10**6
 
@@ -21,7 +21,7 @@ _CODEC_NAME = "[a-z0-9-]{1,40}"
 
 
 class Base(NamedTuple):
-    """The chunk that a frame was made against: stored whole, by an earlier save."""
+    """The chunk that a frame was made against; an earlier save stored it whole."""
 
     pack: int
     """Position in the part's packs."""
@@ -29,46 +29,46 @@ class Base(NamedTuple):
     stored: int
     """Bytes in the pack."""
     codec: str | None
-    """What those are a frame of; None: the chunk as it is."""
+    """Codec of these bytes; None: they are the chunk as it is."""
     digest: str
-    """Of the chunk, decoded. It has as many bytes as the one that refers to it."""
+    """Digest of the chunk, decoded. It has as many bytes as the chunk that refers to it."""
 
 
 class Loss(NamedTuple):
-    """What a frame gives back that is not what was saved."""
+    """The loss of a frame that does not give back exactly what was saved."""
 
     raw_digest: str
-    """Of the bytes that were saved; a later save compares with these."""
+    """Digest of the bytes that were saved; a later save compares with it."""
     absolute: float
-    """No number differs by more, in the tensor's own unit."""
+    """The largest error of a number, in the tensor's own unit."""
     relative: float
-    """Nor by more than this, of the largest absolute value in the number's block."""
+    """The largest error of a number, as a fraction of the largest absolute value in its block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What a chunk is stored as, where that is not its own bytes."""
+    """How a chunk is stored, if not as its own bytes."""
 
     codec: str
     stored: int
     """Bytes of the frame."""
     base: Base | None = None
     loss: Loss | None = None
-    """None: decoding gives back the very bytes."""
+    """None if decoding gives back exactly the bytes that were saved."""
 
 
 class Places(NamedTuple):
-    """One for each chunk of a table."""
+    """The places of the chunks of a table."""
 
     packs: tuple[int, ...]
-    """Position in the part's packs."""
+    """Position in the part's packs, per chunk."""
     offsets: tuple[int, ...]
-    """In the pack's file, in bytes."""
+    """Bytes from the start of the pack's file, per chunk."""
     codings: Mapping[int, Coding]
-    """By chunk, of those that are not stored as they are."""
+    """Codings of the chunks that are not stored as they are, by chunk."""
 
     def stored(self, nbytes: Sequence[int]) -> Sequence[int]:
-        """Per chunk: its bytes in the pack. `nbytes`: of the chunks themselves."""
+        """Returns the bytes of each chunk in the pack. `nbytes`: of the chunks themselves."""
         if not self.codings:
             return nbytes
         found = [*nbytes]
@@ -78,7 +78,7 @@ class Places(NamedTuple):
 
 
 def encode_places(places: Places, nbytes: Sequence[int]) -> dict[str, Json]:
-    """The fields of a part that say where its chunks are. `nbytes`: of the chunks themselves."""
+    """Returns the fields of a part that say where its chunks are. `nbytes`: of the chunks themselves."""
     stored = places.stored(nbytes)
     fields: dict[str, Json] = {"runs": _to_runs(places.packs, places.offsets, stored)}
     if not places.codings:
@@ -116,7 +116,7 @@ def _bases(codings: Mapping[int, Coding]) -> Iterable[Base]:
 
 
 def _to_runs(packs: Sequence[int], offsets: Sequence[int], stored: Sequence[int]) -> Json:
-    """[pack, offset, number of chunks] of chunks that follow one another in a pack."""
+    """Returns runs of chunks that follow one another in a pack: [pack, offset, number of chunks]."""
     runs: list[list[int]] = []
     last, end = -1, -1
     for pack, offset, nbytes in zip(packs, offsets, stored, strict=True):
@@ -130,7 +130,7 @@ def _to_runs(packs: Sequence[int], offsets: Sequence[int], stored: Sequence[int]
 
 
 def decode_places(part: Fields, nbytes: Sequence[int]) -> Places:
-    """Of the chunks of these sizes. Raises FormatError for what is no place of each of them."""
+    """Returns the places of chunks of these sizes. Raises FormatError unless each has a valid one."""
     fields = part.inner("places")
     codings = _decode_codings(part, fields, nbytes) if "codec" in fields else {}
     stored = Places((), (), codings).stored(nbytes)
@@ -139,7 +139,7 @@ def decode_places(part: Fields, nbytes: Sequence[int]) -> Places:
 
 
 def _decode_runs(fields: Fields, stored: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Runs are counted before they are written out: a few bytes can tell of a billion chunks."""
+    """Counts the runs before it expands them: a few bytes can stand for a billion chunks."""
     rows = []
     for row in fields.items("runs"):
         match row:

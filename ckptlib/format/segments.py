@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 Segments: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open (start, stop) of the indices of a dim that a coordinate holds, none empty, in the local tensor's order."""
+"""Half-open (start, stop) ranges of indices of a dim that a coordinate holds, none empty, in the local tensor's
+order."""
 
 
 def length_of(segments: Segments) -> int:
@@ -15,7 +16,7 @@ def length_of(segments: Segments) -> int:
 
 
 def take(segments: Segments, first: int, last: int) -> Iterable[tuple[int, int]]:
-    """Elements [first, last) of the list that `segments` stand for."""
+    """Yields elements [first, last) of the list of indices that `segments` stand for, as segments."""
     position = 0
     for start, stop in segments:
         low, high = max(first - position, 0) + start, min(last - position + start, stop)
@@ -25,7 +26,7 @@ def take(segments: Segments, first: int, last: int) -> Iterable[tuple[int, int]]
 
 
 def joined(segments: Iterable[tuple[int, int]]) -> Segments:
-    """The same elements in the fewest segments."""
+    """Returns the same elements in the fewest segments."""
     found: list[tuple[int, int]] = []
     for start, stop in segments:
         if found and found[-1][1] == start:
@@ -35,19 +36,20 @@ def joined(segments: Iterable[tuple[int, int]]) -> Segments:
 
 
 def with_local_start(segments: Segments) -> list[tuple[int, int, int]]:
-    """(start, stop, start in the local tensor) of each segment."""
+    """Returns (start, stop, start in the local tensor) of each segment."""
     ends = itertools.accumulate((stop - start for start, stop in segments), initial=0)
     return [(start, stop, local) for (start, stop), local in zip(segments, ends, strict=False)]
 
 
 def chunk_at(length: int, num: int, index: int) -> tuple[int, int]:
-    """First and last + 1 element of chunk `index` of `num`, as torch.chunk cuts, with empty ones at the end."""
+    """Returns the first and last + 1 element of chunk `index` of `num`, as torch.chunk cuts, with empty ones at the
+    end."""
     each = -(-length // num)
     return min(index * each, length), min((index + 1) * each, length)
 
 
 def chunks_touching(length: int, num: int, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
-    """(index, first, last + 1) of each of `num` chunks that has an element of [start, stop)."""
+    """Yields (index, first, last + 1) of each of `num` chunks that has an element of [start, stop)."""
     start, stop = max(start, 0), min(stop, length)
     if start < stop:
         each = -(-length // num)
@@ -56,6 +58,6 @@ def chunks_touching(length: int, num: int, start: int, stop: int) -> Iterable[tu
 
 
 def num_chunks(length: int, num: int) -> int:
-    """Those of `num` that are not empty."""
+    """Returns how many of `num` chunks are not empty."""
     each = -(-length // num)
     return -(-length // each)

@@ -1,9 +1,9 @@
 """Which boxes of a tensor each coordinate of a device mesh holds.
 
-Speaks DTensor's words (mesh, placement) and means what torch 2.13 means by them, but pure integers: no torch, no I/O.
+Uses DTensor's terms (mesh, placement) as torch 2.13 means them, but pure integers: no torch, no I/O.
 
-A sharded dim is modelled as the ordered list of segments of it that a coordinate holds. It begins as one segment, the
-whole dim, and each placement, mesh axis by mesh axis from left to right, selects from it:
+A sharded dim is modelled as the ordered list of its segments that a coordinate holds. The list begins with the whole
+dim, and each placement, mesh axis by mesh axis from left to right, selects from it:
 
     Shard(d)             the list cut into equal chunks, the last ones shorter or empty (torch.chunk); one of them
     StridedShard(d, f)   the list cut into f chunks, each of these cut again; one piece of each, joined. It is how FSDP
@@ -82,11 +82,11 @@ _ENCODED = re.compile(f"R|S({_NUMBER})|SS({_NUMBER})x([1-9][0-9]{{0,8}})")
 
 
 MAX_PIECES = 2**18
-"""Of a dim that strided axes cut, over all holders."""
+"""The most pieces of a dim that strided axes cut, over all holders."""
 
 
 def encode(placement: Placement) -> str:
-    """The name "R", "S0" or "SS0x2", for layouts and messages; `decode` reads it back."""
+    """Returns "R", "S0" or "SS0x2", for layouts and messages; `decode` reads it back."""
     if isinstance(placement, Replicate):
         return "R"
     if isinstance(placement, Shard):
@@ -95,7 +95,7 @@ def encode(placement: Placement) -> str:
 
 
 def decode(text: str) -> Placement:
-    """The placement that `encode` wrote. Raises FormatError for anything else."""
+    """Returns the placement that `encode` wrote. Raises FormatError for any other text."""
     match = _ENCODED.fullmatch(text)
     if match is None:
         raise FormatError(f"not a placement: {text[:40]!r}; expected R, S<dim> or SS<dim>x<split factor>")
@@ -106,18 +106,19 @@ def decode(text: str) -> Placement:
 
 
 def replica_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The mesh axes along which all coordinates hold the same."""
+    """Returns the mesh axes along which all coordinates hold the same."""
     return tuple(axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate))
 
 
 def pieces(
     shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[Piece, ...]:
-    """Everything that `coordinate` holds, sorted by offset in its local tensor.
+    """Returns everything that `coordinate` holds, sorted by offset in its local tensor.
 
-    One piece for most placements, several where strided shards leave gaps, none where the local tensor is empty.
+    Most placements give one piece, strided shards that leave gaps several, and empty local tensors none.
 
-    Raises ValueError for what is no layout, UnsupportedState for strided shards whose meaning torch leaves open.
+    Raises ValueError if the arguments are no layout, UnsupportedState for strided shards whose meaning torch leaves
+    open.
     """
     held = _held(shape_global, mesh_shape, placements, coordinate)
     return tuple(_piece(parts) for parts in itertools.product(*map(with_local_start, held)))
@@ -126,16 +127,16 @@ def pieces(
 def shape_local(
     shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shape of the local tensor of `coordinate`, without padding. Raises as `pieces` does."""
+    """Returns the shape of the local tensor of `coordinate`, without padding. Raises what `pieces` raises."""
     return tuple(map(length_of, _held(shape_global, mesh_shape, placements, coordinate)))
 
 
 def coordinates_touching(
     shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], box: Box
 ) -> list[tuple[int, ...]]:
-    """The mesh coordinates, 0 on replica axes, that hold an element of `box`; in ascending order.
+    """Returns the mesh coordinates, 0 on replica axes, that hold an element of `box`; in ascending order.
 
-    Costs as much as its result is long, not as the mesh is large. Raises as `pieces` does.
+    The cost grows with the length of the result, not with the mesh. Raises what `pieces` raises.
     """
     cuts = _cuts(shape_global, mesh_shape, placements)
     if not box.within(Box.whole(shape_global)):
@@ -157,9 +158,9 @@ def coordinates_touching(
 
 
 def least_pieces(shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> int:
-    """How many pieces different coordinates hold at least; costs nothing, however large the mesh.
+    """Returns how many pieces different coordinates hold at least. Costs nothing, however large the mesh.
 
-    Of what is no layout, or one whose meaning torch leaves open: some number, too.
+    Also returns some number if the arguments are no layout, or one whose meaning torch leaves open.
     """
     steps: dict[int, list[tuple[Shard | StridedShard, int]]] = {}
     for placement, n in zip(placements, mesh_shape, strict=True):
@@ -169,10 +170,10 @@ def least_pieces(shape_global: Sequence[int], mesh_shape: Sequence[int], placeme
 
 
 def _least_segments(size: int, steps: Sequence[tuple[Shard | StridedShard, int]]) -> int:
-    """Several axes cut plain chunks of chunks, each of which is no larger than the first."""
+    """If several axes cut, the pieces are plain chunks of chunks, none of which is larger than the first."""
     if len(steps) == 1 and isinstance(placement := steps[0][0], StridedShard):
         each = -(-size // placement.split_factor)
-        # one element is held whole by the first rank, and all that it holds are neighbours then
+        # the first rank holds a chunk of one element whole, and then all that it holds are neighbours
         return size // each * num_chunks(each, steps[0][1]) if each > 1 else min(size, 1)
     largest = size
     for _, num in steps:
@@ -182,19 +183,19 @@ def _least_segments(size: int, steps: Sequence[tuple[Shard | StridedShard, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the mesh cuts one dim; empty where no axis shards it."""
+    """How the mesh cuts one dim; empty if no axis shards it."""
 
     axes: tuple[int, ...] = ()
     """The mesh axes of more than one rank that shard the dim, ascending."""
     steps: _Steps = ()
-    """For each of them its placement and its size."""
+    """Placement and size of each of these axes."""
 
 
 _Steps: TypeAlias = tuple[tuple[Shard | StridedShard, int], ...]
 
 
 def _cuts(shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[_Cut]:
-    """The cut of each dim, checked."""
+    """Returns the cut of each dim, checked."""
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; expected one per axis")
     if any(n < 1 for n in mesh_shape) or any(n < 0 for n in shape_global):
@@ -217,7 +218,7 @@ def _cuts(shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Se
 def _held(
     shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> list[Segments]:
-    """What `coordinate` holds of each dim."""
+    """Returns the segments of each dim that `coordinate` holds."""
     cuts = _cuts(shape_global, mesh_shape, placements)
     if len(coordinate) != len(mesh_shape) or any(not 0 <= i < n for i, n in zip(coordinate, mesh_shape, strict=True)):
         raise ValueError(f"coordinate {tuple(coordinate)} is not in a mesh of shape {tuple(mesh_shape)}")
@@ -233,7 +234,8 @@ def _piece(parts: tuple[tuple[int, int, int], ...]) -> Piece:
 
 
 def _touched(size: int, cut: _Cut, start: int, stop: int) -> list[tuple[int, ...]]:
-    """Indexes, on the mesh axes of `cut`, of who holds an element of [start, stop), which is not empty."""
+    """Returns the indexes, on the mesh axes of `cut`, of the holders of elements of [start, stop), which is not
+    empty."""
     if len(cut.steps) == 1 and isinstance(placement := cut.steps[0][0], StridedShard):
         return [(i,) for i in _touched_strided(size, placement.split_factor, cut.steps[0][1], start, stop)]
     order = _order(cut.steps)
@@ -249,7 +251,7 @@ def _touched(size: int, cut: _Cut, start: int, stop: int) -> list[tuple[int, ...
 
 
 def _touched_strided(size: int, factor: int, num: int, start: int, stop: int) -> list[int]:
-    """Of one strided axis: every chunk in the middle is held by the same ones as the first whole one."""
+    """Does this for one strided axis: all whole chunks but the first and the last touched have the same holders."""
     found: set[int] = set()
     each = -(-size // factor)
     head, tail = start // each, (stop - 1) // each
@@ -260,7 +262,7 @@ def _touched_strided(size: int, factor: int, num: int, start: int, stop: int) ->
 
 
 def _segments(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments:
-    """What the holder at `index` on the axes of `steps` holds of a dim; checked by `_cuts`."""
+    """Returns the segments of a dim that the holder at `index` on the axes of `steps` holds; `_cuts` checked them."""
     if len(steps) == 1 and isinstance(steps[0][0], StridedShard):
         return _left_to_right(size, steps, index)
     order = _order(steps)
@@ -269,7 +271,7 @@ def _segments(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments:
 
 
 def _left_to_right(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments:
-    """The model at the top of this file, as it is told there."""
+    """Applies the placements from left to right: the model at the top of this file."""
     segments: Segments = ((0, size),) if size else ()
     for (placement, num), i in zip(steps, index, strict=True):
         segments = _select(segments, placement, num, i)
@@ -277,7 +279,7 @@ def _left_to_right(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments
 
 
 def _select(segments: Segments, placement: Shard | StridedShard, num: int, index: int) -> Segments:
-    """The part of `segments` that goes to rank `index` of `num`."""
+    """Returns the part of `segments` that rank `index` of `num` holds."""
     factor = placement.split_factor if isinstance(placement, StridedShard) else 1
     length = length_of(segments)
     taken: list[tuple[int, int]] = []
@@ -293,9 +295,9 @@ def _require_one_reading(size: int, steps: _Steps) -> None:
     """Refuses strided shards of one dim by several axes that torch 2.13 reads in two ways.
 
     distribute_tensor applies placements from left to right. fully_shard over tensor parallelism, and full_tensor, take
-    a strided axis as one that cuts after axes on its right: each of their chunks is a whole of its own. Both agree on
-    even sizes and on many uneven ones, but not where what was joined is cut again at another place. Where no order of
-    axes explains the split factors, full_tensor returns other elements than distribute_tensor gave, or raises.
+    a strided axis as one that cuts after axes on its right, each of whose chunks it cuts apart. Both agree on even
+    sizes and on many uneven ones, but not if joined pieces are cut again at another place. If no order of axes explains
+    the split factors, full_tensor returns other elements than distribute_tensor gave, or raises.
     """
     factors = [placement.split_factor for placement, _ in steps if isinstance(placement, StridedShard)]
     if not factors:
@@ -322,9 +324,9 @@ def _require_one_reading(size: int, steps: _Steps) -> None:
 
 
 def _two_agree(size: int, num: int, num_first: int) -> bool:
-    """Whether both readings of a dim that the second axis cuts first are one.
+    """Returns whether both readings agree for a dim that the second axis cuts first.
 
-    What a holder has is a list of `whole` elements of each whole chunk, and then some of a shorter one. Cut again, it
+    A holder has a list of `whole` elements of each whole chunk, and then some of a shorter one. Cut again, the list
     must come apart where it was joined.
     """
     each = -(-size // num_first)
@@ -340,7 +342,7 @@ def _two_agree(size: int, num: int, num_first: int) -> bool:
 
 
 def _in_order(size: int, steps: _Steps, order: list[int], index: tuple[int, ...]) -> Segments:
-    """What the holder at `index` holds when the axes cut plain chunks, one after the other in `order`."""
+    """Returns what the holder at `index` holds if the axes cut plain chunks, one after the other in `order`."""
     first, last = 0, size
     for step in order:
         low, high = chunk_at(last - first, steps[step][1], index[step])
@@ -378,9 +380,9 @@ def _described(size: int, steps: _Steps) -> str:
 
 @lru_cache(maxsize=1024)  # layers are alike
 def _order(steps: _Steps) -> list[int] | None:
-    """The order in which `steps` cut the dim by plain chunks, or None where no order explains the split factors.
+    """Returns the order in which `steps` cut the dim by plain chunks, or None if no order explains the split factors.
 
-    A strided step cuts after as many of those on its right as make `split_factor` shards (torch's shard order).
+    A strided step cuts after as many of the steps on its right as make `split_factor` shards (torch's shard order).
     """
     order: list[int] = []
     for step in reversed(range(len(steps))):

@@ -1,4 +1,4 @@
-"""Tables: which shards of a rank lie where, chunk by chunk. Types and JSON; no I/O."""
+"""Tables: where the shards of a rank lie, chunk by chunk. Types and JSON; no I/O."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Codes: TypeAlias = "npt.NDArray[np.int64]"
-"""Per shard: a small number, equal for those that are alike."""
+"""A small number per shard, equal for equal ones."""
 
 
 def distinct(codes: Codes, bound: int) -> tuple[Codes, Codes, Codes]:
-    """Ascending: those that differ; of each, the position of one that is it; and of all, their positions in these.
+    """Returns the distinct codes, ascending; the position of an example of each; and the position of every code among
+    them.
 
-    `bound`: all are below it. Where it is small they need not be sorted.
+    All codes are below `bound`. If it is small they need not be sorted.
     """
     if bound > 64 * (len(codes) + 64):
         return np.unique(codes, return_index=True, return_inverse=True)
@@ -44,51 +45,51 @@ def distinct(codes: Codes, bound: int) -> tuple[Codes, Codes, Codes]:
 
 
 class ShardColumns(NamedTuple):
-    """Of the shards of a table: what depends neither on where their boxes begin, nor on where their chunks lie."""
+    """Properties of a table's shards that depend neither on where their boxes begin nor on where their chunks lie."""
 
     of_tensor: Mapping[int, Sequence[int]]
-    """By position in the layout's tensors: its shards."""
+    """The shards of each tensor, by its position in the layout's tensors."""
     dtypes: Sequence[str]
     sizes: Sequence[int]
-    """Bytes of each."""
+    """Bytes of each shard."""
     skipped: Sequence[int]
-    """Bytes of the first chunk of each that lie before it."""
+    """Bytes of each shard's first chunk that lie before the shard."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What lies where: shards, each cut into chunks that follow one another in its row-major order.
+    """Where shards lie; each is cut into chunks that follow one another in its row-major order.
 
-    Small shards share a chunk: one with no chunk of its own lies in that of the shard before it, right behind it.
+    Small shards share a chunk: a shard with no chunk of its own lies in that of the shard before it, right behind it.
 
-    How shards are cut is the same at every save as long as the layout is; where the chunks lie is not. Offsets count
-    from the first byte of a pack; in a slot, from the first byte of its body.
+    As long as the layout is the same, every save cuts shards alike, but their chunks lie elsewhere. Offsets count from
+    the first byte of a pack; in a slot, from the first byte of its body.
     """
 
     layout: str
-    """Digest of the layout whose tensors are meant."""
+    """Digest of the layout that `tensors` refers to."""
     tensors: tuple[int, ...]
-    """Per shard: position in the layout's tensors."""
+    """Position in the layout's tensors, per shard."""
     boxes: tuple[Box, ...]
-    """Per shard: in the tensor's global coordinates."""
+    """Box in the tensor's global coordinates, per shard."""
     num_chunks: tuple[int, ...]
-    """Per shard; 0: it lies in the chunk of the shard before it, which is one chunk."""
+    """Number of chunks per shard; 0: it lies in the chunk of the shard before it, which is one chunk."""
     packs: tuple[int, ...]
-    """Per chunk: position in the part's packs."""
+    """Position in the part's packs, per chunk."""
     offsets: tuple[int, ...]
-    """Per chunk, in bytes."""
+    """Offset in bytes, per chunk."""
     nbytes: tuple[int, ...]
-    """Per chunk."""
+    """Bytes per chunk."""
 
     @cached_property
     def encoded(self) -> str:
-        """JSON text: how shards are cut, and where the chunks lie. In slots, and in parts of version 1."""
+        """JSON text of how shards are cut and where their chunks lie, as in slots and in parts of version 1."""
         columns: dict[str, Json] = {"pack": list(self.packs), "offset": list(self.offsets)}
         return dump_body({**self._shards(), "chunks": {**columns, "nbytes": list(self.nbytes)}})
 
     @cached_property
     def cuts(self) -> str:
-        """JSON text: how shards are cut, and no more."""
+        """JSON text of how shards are cut, and no more."""
         return dump_body({**self._shards(), "chunks": {"nbytes": list(self.nbytes)}})
 
     def _shards(self) -> dict[str, Json]:
@@ -108,50 +109,52 @@ class Table:
 
     @cached_property
     def cuts_digest(self) -> str:
-        """Equal for tables that cut the shards of equal layouts alike, wherever their chunks lie."""
+        """Digest of `cuts`: equal for tables that cut the shards of equal layouts alike, wherever their chunks lie."""
         return digester(XXH3)(self.cuts.encode())
 
     def placed(self, packs: Sequence[int], offsets: Sequence[int]) -> Table:
-        """The same shards, cut alike, with their chunks elsewhere."""
+        """Returns a table of the same shards, cut alike, with their chunks elsewhere."""
         table = replace(self, packs=tuple(packs), offsets=tuple(offsets))
         kept = ("cuts", "cuts_digest", "first_chunks", "tensor_codes", "box_codes", "_fitting", "_columns")
-        for name in kept:  # do not tell where chunks lie, and take a while to make
+        for name in kept:  # these do not depend on where chunks lie, and take a while to make
             if name in self.__dict__:
                 table.__dict__[name] = self.__dict__[name]
         return table
 
     def with_boxes(self, boxes: tuple[Box, ...], codes: Codes) -> Table:
-        """The same shards, of the same shapes, elsewhere in their tensors. `codes`: see `box_codes`."""
+        """Returns a table of the same shards, of the same shapes, elsewhere in their tensors. `codes`: see
+        `box_codes`."""
         table = replace(self, boxes=boxes)
         table.__dict__["box_codes"] = codes
-        for name in ("tensor_codes", "first_chunks", "_fitting", "_columns"):  # do not tell where boxes begin
+        for name in ("tensor_codes", "first_chunks", "_fitting", "_columns"):  # independent of where boxes begin
             table.__dict__[name] = getattr(self, name)
         return table
 
     @cached_property
     def tensor_codes(self) -> Codes:
-        """Of `tensors`: themselves."""
+        """`tensors` as an array."""
         return np.array(self.tensors, np.int64)
 
     @cached_property
     def box_codes(self) -> Codes:
-        """Of `boxes`; those of boxes that differ differ."""
+        """A code per box; different boxes have different codes."""
         numbers: dict[int, int] = {}
         return np.array([numbers.setdefault(id(box), len(numbers)) for box in self.boxes], np.int64)
 
     @cached_property
     def _fitting(self) -> set[str]:
-        """Digest of the layout, when shapes and chunks are known to fit it: of all that differ only in where boxes
-        begin."""
+        """Digests of the layouts that shapes and chunks are known to fit. Tables that differ only in where boxes begin
+        share it."""
         return set()
 
     @cached_property
     def _columns(self) -> dict[str, ShardColumns]:
-        """By the layout's digest; shared as `_fitting` is."""
+        """Columns by the layout's digest; shared like `_fitting`."""
         return {}
 
     def columns(self, layout: Layout) -> ShardColumns:
-        """Of a table that fits the layout. One object for all tables that cut shards of these shapes alike."""
+        """Returns the columns of a table that fits the layout: one object for all tables that cut shards of these
+        shapes alike."""
         found = self._columns.get(layout.digest)
         if found is None:
             alone = zip(range(len(self.tensors)), strict=True)
@@ -171,21 +174,21 @@ class Table:
 
     @cached_property
     def first_chunks(self) -> tuple[int, ...]:
-        """Per shard: position of the chunk in which it begins."""
+        """Position of the chunk in which each shard begins."""
         stops = itertools.accumulate(self.num_chunks)
         return tuple(stop - (count or 1) for stop, count in zip(stops, self.num_chunks, strict=True))
 
     def chunks(self, shard: int) -> range:
-        """Positions of the chunks in which a shard lies."""
+        """Returns the positions of the chunks in which a shard lies."""
         first = self.first_chunks[shard]
         return range(first, first + (self.num_chunks[shard] or 1))
 
     def is_shared(self, shard: int) -> bool:
-        """Whether other shards lie in its chunk."""
+        """Returns whether other shards lie in its chunk."""
         return 0 in (self.num_chunks[shard], *self.num_chunks[shard + 1 : shard + 2])
 
     def begins(self, sizes: Iterable[int]) -> tuple[int, ...]:
-        """Per shard: where its first byte lies, as `offsets` count. `sizes`: bytes of each shard."""
+        """Returns where the first byte of each shard lies, as `offsets` count. `sizes`: bytes of each shard."""
         found, end = [], 0
         for first, count, nbytes in zip(self.first_chunks, self.num_chunks, sizes, strict=True):
             begin = self.offsets[first] if count else end
@@ -194,14 +197,14 @@ class Table:
         return tuple(found)
 
     def sizes(self, layout: Layout) -> list[int]:
-        """Per shard: its bytes."""
+        """Returns the bytes of each shard."""
         examples, kinds = self._kinds(layout)
         nbytes = [shard_nbytes(layout.tensors[self.tensors[shard]], self.boxes[shard]) for shard in examples]
         return [*map(nbytes.__getitem__, kinds.tolist())]
 
     def _kinds(self, layout: Layout) -> tuple[list[int], Codes]:
-        """A shard of each kind, and the kind of each shard: of one kind are those with the same box of tensors
-        of the same shape and dtype.
+        """Returns a shard of each kind, and the kind of each shard. Shards of one kind have the same box, of tensors
+        with the same shape and dtype.
 
         Thousands of shards are of few kinds, and equal boxes are one object.
         """
@@ -211,13 +214,13 @@ class Table:
         return examples.tolist(), kinds
 
     def shards_in(self, chunk: int) -> list[int]:
-        """Positions of the shards that lie in a chunk, at least in part."""
+        """Returns the positions of the shards that lie in a chunk, at least in part."""
         first = bisect_left(self.first_chunks, chunk)
         last = bisect_right(self.first_chunks, chunk)
-        return [*range(first, last)] or [first - 1]  # one that begins in an earlier chunk
+        return [*range(first, last)] or [first - 1]  # a shard that begins in an earlier chunk
 
     def describe(self, chunk: int, layout: Layout) -> str:
-        """What lies in a chunk, for messages."""
+        """Returns the contents of a chunk, for messages."""
         names = [f"{layout.tensors[self.tensors[shard]].name}{self.boxes[shard]}" for shard in self.shards_in(chunk)]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
@@ -228,7 +231,7 @@ class Table:
 
     @classmethod
     def decode(cls, fields: Fields) -> Table:
-        """One that says where its chunks lie."""
+        """Decodes a table that says where its chunks lie."""
         chunks = fields.inner("chunks")
         packs, offsets = tuple(chunks.integers("pack", 0, 10**6)), tuple(chunks.integers("offset"))
         table = cls.decode_cuts(fields)
@@ -238,7 +241,7 @@ class Table:
 
     @classmethod
     def decode_cuts(cls, fields: Fields) -> Table:
-        """One that does not; it must be `placed`."""
+        """Decodes a table that does not say where its chunks lie; it must be `placed`."""
         shards, chunks = fields.inner("shards"), fields.inner("chunks")
         table = cls(
             fields.digest("layout"),
@@ -261,12 +264,13 @@ class Table:
         return table
 
     def check_packs(self, sizes: Sequence[int], where: str, stored: Sequence[int] | None = None) -> None:
-        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack holds all of its chunks.
+        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack has room for all of its
+        chunks.
 
-        `stored`: bytes of each chunk in its pack, where these are not its own.
+        `stored`: bytes of each chunk in its pack, if they differ from `nbytes`.
         """
         stored, left = stored or self.nbytes, [*sizes]
-        if len({*self.packs}) == 1 and self.packs[0] < len(sizes):  # as most are, and quick to tell
+        if len({*self.packs}) == 1 and self.packs[0] < len(sizes):  # as in most tables, and quick to check
             size = sizes[self.packs[0]]
             if max(map(operator.add, self.offsets, stored)) <= size and sum(stored) <= size:
                 return
@@ -274,7 +278,7 @@ class Table:
             if pack >= len(sizes) or offset + nbytes > sizes[pack]:
                 raise FormatError(f"{where}: chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
             left[pack] -= nbytes
-        if min(left, default=0) < 0:  # a few rows could have the same gigabytes read thousands of times
+        if min(left, default=0) < 0:  # else a few rows could have the same gigabytes read thousands of times
             pack = left.index(min(left))
             raise FormatError(f"{where}: chunks of pack {pack} are larger together than it is")
 
@@ -296,7 +300,8 @@ class Table:
         self._fitting.add(layout.digest)
 
     def _check_sizes(self, layout: Layout, where: str) -> None:
-        """Shards and chunks follow one another, so they fit when they end together, wherever both do."""
+        """Checks that shards and chunks end together wherever both end; as both follow one another, the sizes then
+        fit."""
         ends, chunk_ends = [0, *itertools.accumulate(self.sizes(layout))], [0, *itertools.accumulate(self.nbytes)]
         first = 0
         for last, stop in enumerate(itertools.accumulate(self.num_chunks), 1):
@@ -321,7 +326,7 @@ class Table:
 
 
 def _decode_boxes(shards: Fields) -> tuple[Box, ...]:
-    """One object for all boxes that are equal: thousands of small tensors are of few shapes."""
+    """Returns the boxes; equal ones are one object, for thousands of small tensors have few shapes."""
     offsets, shapes = decode_shapes("offset", shards), decode_shapes("shape", shards)
     if len(offsets) != len(shapes):
         raise shards.fail("columns of shards differ in length")
@@ -343,5 +348,5 @@ def _check_box(box: Box, entry: TensorEntry, where: str) -> None:
 
 
 def shard_nbytes(entry: TensorEntry, box: Box) -> int:
-    """Bytes of a box of a tensor."""
+    """Returns the bytes of a box of a tensor."""
     return math.prod(box.shape) * dtypes.itemsize(entry.dtype)

@@ -1,8 +1,10 @@
-"""Tables from the text that ckptlib writes. Those of a thousand ranks mostly differ in one column, the boxes' offsets.
+"""Decodes tables from the text that ckptlib writes. Tables of a thousand ranks mostly differ in one column, the boxes'
+offsets.
 
-The other columns are read once for all that have the same text, and of the offsets each row once. What is accepted here
-is what `Table.decode_cuts` accepts of the same text, and as the same table: where a text is not just as expected, there
-is no table from here, and who asked for it decodes it as any JSON, which also says what is wrong with it. No I/O.
+The other columns are decoded once for all tables with the same text, and each different row of the offsets once. This
+module accepts what `Table.decode_cuts` accepts of the same text, and returns the same table. For a text that is not
+exactly as expected it returns None, and the caller decodes it as any JSON, which also says what is wrong with it. No
+I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ckptlib.format.table import Codes, Table, distinct
 from ckptlib.format.values import loads
 
 MAX_BYTES = 2**20
-"""Of the columns but the offsets: some 50,000 shards. As many numbers are kept of some tables."""
+"""The most bytes of the columns other than the offsets: some 50,000 shards. The cache holds that for a few tables."""
 
 _BEFORE = re.compile(rb'\{"layout":"[0-9a-f]{32}","shards":\{"tensor":\[[0-9,]*\],"offset":')
 _BEHIND = re.compile(rb',"shape":(\[[0-9,\[\]]*\]),"chunks":\[[0-9,]*\]\},"chunks":\{"nbytes":\[[0-9,]*\]\}\}')
@@ -29,7 +31,8 @@ _OFFSET, _SHAPE = b'"offset":', b',"shape":'
 
 
 def decode_cuts(text: bytes) -> Table | None:
-    """The table in this text, with chunks that must be `placed`. None: of a text that is to be read as any other."""
+    """Returns the table in this text, whose chunks must still be `placed`. None: the text must be decoded as any
+    JSON."""
     begin, end = text.find(_OFFSET) + len(_OFFSET), text.rfind(_SHAPE)
     if not len(_OFFSET) <= begin < end or begin + len(text) - end > MAX_BYTES:
         return None
@@ -49,7 +52,7 @@ class _Rows:
 
     distinct: tuple[tuple[int, ...], ...]
     codes: Codes
-    """Per row: its position in these."""
+    """Position in `distinct`, per row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class _Others:
     """All columns but the offsets."""
 
     table: Table
-    """With other offsets than are asked for."""
+    """A table with other offsets than those asked for."""
     shapes: _Rows
 
 
@@ -69,20 +72,21 @@ def _others(before: bytes, behind: bytes) -> _Others | None:
     shapes = _rows("shape", match[1])
     if shapes is None:
         return None
-    # Nothing depends on how the boxes lie: the shapes stand in for the offsets.
+    # Nothing here depends on where the boxes lie: the shapes stand in for the offsets.
     table = Table.decode_cuts(Fields(loads(before + match[1] + behind), "table"))
     assert len(table.first_chunks) == len(shapes.codes) == len(table.tensor_codes)
     return _Others(table, shapes)
 
 
 def _rows(name: str, text: bytes) -> _Rows | None:
-    """Raises FormatError for what is none, and for what only the text around it can tell; None for what is unusual."""
+    """Reads a column. Raises FormatError for an invalid one and for one that only the text around it explains; returns
+    None for an unusual one."""
     if text[:2] != b"[[" or text[-2:] != b"]]" or len(text) < 4:
         return None
     inner = text[2:-2]
     rows = inner.split(b"],[")
     if inner.count(b"[") != len(rows) - 1 or inner.count(b"]") != len(rows) - 1:
-        return None  # so no row holds one, and each is JSON of its own if all are together
+        return None  # so no row holds a bracket, and each is JSON of its own if all are together
     index = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     found = decode_shapes(name, Fields({name: loads(b"[[" + b"],[".join(index) + b"]]")}, "table"))
     if len(found) != len(index) or len({*map(hash, found)}) != len(found):

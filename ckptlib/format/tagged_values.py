@@ -1,6 +1,6 @@
-"""Values back from their JSON, tag by tag.
+"""Decodes values from their JSON, tag by tag.
 
-What `ckptlib.format.values`, which lists the tags, would not write is refused. Neither numpy nor torch is imported
+Refuses anything that `ckptlib.format.values`, which lists the tags, would not write. Imports neither numpy nor torch
 before a value needs it.
 """
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_DEPTH = 100
-"""Levels of containers in a value. Bounds the stack, and is where a value that contains itself ends."""
+"""Levels of containers in a value. Bounds the stack; a value that contains itself ends here."""
 
 BARE_INTS = 2**53  # below this, a float64 holds every int: RFC 8259, section 6
 
 NEST = "$nest"
-"""The tag of a container that stood in the state itself, and was saved whole."""
+"""The tag of a container that was a node of the state itself, and was saved whole."""
 
 MAX_COMPARED = 100
-"""Things of one hash with which each key of a dict, or item of a set, is compared on average. Python compares it with
-all before it; those that are made to have one hash take the square of their number."""
+"""How many others with the same hash each key of a dict, or item of a set, is compared with on average. Python compares
+it with all that came before: n items that are made to share a hash cost n**2."""
 
 FEW = 2_000
-"""A dict or a set of fewer items takes as many comparisons as one of so many may: all of 600 may have one hash. That
+"""A smaller dict or set may take as many comparisons as one of this many items: all of 600 may have one hash. That
 costs 0.01 s for tuples of ten items, and a second or two for the longest that a document of a megabyte has room for."""
 
 MAX_NDIM = 64  # numpy's own
@@ -44,12 +44,12 @@ DTYPES = frozenset(
     + [order + name for order in "<>" for name in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")]
 )
 
-# The way to a value: (the way to its container, index or key), down to the root's name. Text is made only for errors.
+# The path to a value: (the path to its container, index or key), down to the root's name. Only errors make it text.
 Where: TypeAlias = "str | tuple[Where, object]"
 
 
 def decode(data: object, where: Where, depth: int) -> object:
-    """The value. Raises FormatError for what `ckptlib.format.values` does not write."""
+    """Returns the value. Raises FormatError for anything that `ckptlib.format.values` does not write."""
     if depth > MAX_DEPTH:
         raise FormatError(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels")
     if isinstance(data, dict):
@@ -140,7 +140,7 @@ def _decode_pairs(data: object, where: Where, depth: int) -> dict[object, object
 
 
 def decode_keys(data: object, where: Where, depth: int) -> list[tuple[Hashable, object]]:
-    """Pairs of a key and what stands beside it as it is; no key twice."""
+    """Returns pairs of a key and the undecoded item beside it. Refuses a key that occurs twice."""
     pairs = []
     for i, pair in enumerate(_expect_list(data, where)):
         _expect(isinstance(pair, list) and len(pair) == 2, (where, i), "[key, value]", pair)
@@ -158,7 +158,7 @@ def _decode_odict(data: object, where: Where, depth: int) -> OrderedDict[object,
 
 def _decode_counter(data: object, where: Where, depth: int) -> Counter[object]:
     found: Counter[object] = Counter()
-    for key, count in _decode_pairs(data, where, depth).items():  # as they are; its own update adds them up
+    for key, count in _decode_pairs(data, where, depth).items():  # one by one; Counter's own update adds them up
         found[key] = cast(int, count)
     return found
 
@@ -172,7 +172,7 @@ def _decode_numpy(data: object, where: Where, depth: int) -> object:
     expected = f"a value that {dtype.str} holds exactly"
     _expect(isinstance(plain, bool | int | float | complex), where, expected, value)
     try:
-        with np.errstate(over="ignore"):  # what does not fit is found below
+        with np.errstate(over="ignore"):  # a value that does not fit is found below
             scalar = dtype.type(cast(float, plain))
     except (OverflowError, TypeError, ValueError):
         raise _malformed(where, expected, value) from None
@@ -280,7 +280,7 @@ def _expect_fields(data: object, where: Where, *names: str) -> list[object]:
 
 
 def are_spread(items: Collection[Hashable]) -> bool:
-    """Whether Python soon makes a dict or a set of items that differ: whether few enough have one hash."""
+    """Returns whether Python quickly makes a dict or a set of different items: whether few enough share a hash."""
     most = MAX_COMPARED * max(len(items), FEW)
     return _pairs(len(items)) <= most or sum(map(_pairs, Counter(map(hash, items)).values())) <= most
 
@@ -339,7 +339,7 @@ _BRIEF = _Brief()
 
 
 def brief(value: object) -> str:
-    """A value for messages, in 80 characters."""
+    """Returns a value as text for messages, at most 80 characters long."""
     text = _BRIEF.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

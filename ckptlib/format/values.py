@@ -1,7 +1,7 @@
-"""Plain Python values as JSON, and back: same types, same bits.
+"""Encodes plain Python values as JSON and decodes them: same types, same bits.
 
-Knows values, not where they are stored and not tensors. What JSON has is itself; everything else is an object with one
-key, a tag:
+Knows neither tensors nor where values are stored. Values that JSON has are themselves; every other value is an object
+with one key, a tag:
 
     NaN, infinities          {"$float": "nan"}  "inf"  "-inf"
     ints from 2**53 up       {"$int": "-0x20000000000001"}            JSON tools keep numbers as float64
@@ -20,9 +20,9 @@ key, a tag:
     torch.device             {"$torch.device": "cuda:0"}
     a container of a state   {"$nest": ...}                           saved whole; an object's state has no such tag
 
-The order of a dict is kept. Which objects were shared is not: a list given twice comes back as two lists.
-Types are matched exactly, so that no subclass quietly comes back as its base; all else is refused, never pickled.
-Neither numpy nor torch is imported before a value needs it.
+The order of a dict is kept. Sharing is not: a list that occurs twice comes back as two lists. Types are matched
+exactly, so that no subclass quietly comes back as its base; any other type is refused, never pickled. Imports neither
+numpy nor torch before a value needs it.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ from ckptlib.format import tagged_values
 from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, NEST, Where, are_spread, is_unicode, text_of
 
 MAX_BYTES = 2**29
-"""Of bytes or an array. Documents have twice as much at most, and base64 makes four of three."""
+"""The most bytes of a bytes object or an array. Documents have at most twice as many, and base64 makes four of
+three."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 def encode(value: object, path: str, depth: int = 0) -> Json:
-    """`value` as JSON. `path` is the value's name in messages; `depth`: levels of containers in which it lies.
+    """Returns `value` as JSON. `path` names it in messages; `depth` is the number of containers in which it lies.
 
-    Raises UnsupportedState, naming the path within the value, for what does not come back exactly.
+    Raises UnsupportedState, naming the path within the value, if it would not come back exactly.
     """
     return _encode(value, path, depth)
 
 
 def encode_nest(value: object, path: str) -> Json:
-    """As `encode`, of a container that stands in the state itself."""
+    """Encodes a container that is a node of the state itself; otherwise like `encode`."""
     return {NEST: _encode(value, path, 1)}
 
 
 def is_nest(data: object) -> bool:
-    """Whether `encode_nest` wrote it."""
+    """Returns whether `encode_nest` wrote it."""
     return isinstance(data, dict) and NEST in data
 
 
 def require_spread(items: Collection[Hashable], where: Where) -> None:
-    """Raises UnsupportedState where so many keys of a dict, or items of a set, have one hash that `decode` refuses."""
+    """Raises UnsupportedState if so many keys of a dict, or items of a set, share a hash that `decode` refuses them."""
     if not are_spread(items):
         raise UnsupportedState(
             f"{text_of(where)}: too many of its {len(items):,} items have one hash, which makes every dict or set of "
@@ -74,15 +75,15 @@ def require_spread(items: Collection[Hashable], where: Where) -> None:
 
 
 def decode(data: Json, path: str = "", depth: int = 0) -> object:
-    """The value that `encode` was given, in as many levels of containers. Mutable values are new objects.
+    """Returns the value that `encode` was given, in as many levels of containers. Mutable values are new objects.
 
-    Raises FormatError for what `encode` does not write.
+    Raises FormatError for anything that `encode` does not write.
     """
     return tagged_values.decode(data, path, depth)
 
 
 def dumps(data: Json) -> bytes:
-    """Compact ASCII JSON."""
+    """Returns compact ASCII JSON."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -121,7 +122,7 @@ def _finite(text: str) -> float:
 
 def _encode(value: object, where: Where, depth: int) -> Json:
     encoder = _ENCODERS.get(type(value))
-    within = encoder is None or encoder is _encode_complex  # such a value is written as a list or dict, a level deeper
+    within = encoder is None or encoder is _encode_complex  # these are written as a list or dict, a level deeper
     if depth + within > MAX_DEPTH:
         raise UnsupportedState(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
     if encoder is not None:
@@ -189,7 +190,7 @@ def _encode_dict(value: dict[object, object], where: Where, depth: int) -> Json:
 
 
 def _are_bare(keys: Collection[object]) -> bool:
-    """Whether they can be keys of JSON as they are."""
+    """Returns whether these can be keys of a JSON object as they are."""
     if not {*map(type, keys)} <= {str}:
         return False
     texts = cast("Collection[str]", keys)
