@@ -1,1 +1,1 @@
-"""Codecs: the bytes of one chunk in fewer bytes, and back. They know nothing of files, stores or torch."""
+"""Codecs turn the bytes of one chunk into fewer bytes, and back. They know nothing of files, stores or torch."""

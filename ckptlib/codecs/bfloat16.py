@@ -1,6 +1,6 @@
 """float32 numbers as bfloat16: the same range, 8 significant bits, rounded to the nearest, ties to even.
 
-A block in which a number would become infinite by rounding is stored raw, as is one with NaN or infinity.
+A block is stored raw if a number in it would become infinite by rounding, or is NaN or infinity.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ckptlib.codecs.lossy_frame import Bits, Codes, Floats, Rows
 from ckptlib.errors import FormatError
 
 _INFINITY = 0x7F80
-"""Of codes: this exponent has infinity and NaN."""
+"""Exponent bits of a code; infinity and NaN have all of them set."""
 _FIRST_TOO_LARGE = 0x7F7F8000
-"""Of float32's bits: from here on, rounding gives infinity."""
+"""Bits of the smallest float32 that rounds to infinity."""
 
 
 class Bfloat16(LossyCodec):
-    """Integer operations alone."""
+    """Rounds float32 to bfloat16, by integer operations alone."""
 
     name: ClassVar[str] = "lossy-bfloat16"
     declared: ClassVar[float] = 0.004

@@ -1,8 +1,8 @@
-"""Differences between floats and their prediction, as integers: small where the prediction is good, and exact.
+"""Differences between floats and their predictions, as integers: small if the prediction is good, and exact.
 
-Floats are handled as words, their bit patterns: uint32 for float32, uint16 for bfloat16. Whoever predicts from the same
-floats comes to the same words on any machine: numpy's single operations are IEEE's and are not contracted, and what a
-NaN's other bits are, in which processors differ, is settled here. Only denormals are not, see `flushes_denormals`.
+Floats are handled as words, their bit patterns: uint32 for float32, uint16 for bfloat16. Predictions from the same
+floats give the same words on any machine: numpy's single operations are IEEE's and are not contracted, and this module
+fixes the other bits of a NaN, in which processors differ. Only denormals may differ, see `flushes_denormals`.
 Works on arrays that fit into a cache, and allocates nothing for each. No files, no torch.
 """
 
@@ -18,10 +18,10 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 MOST_NARROW = 127
-"""Residuals from here down to its negative take one byte, signed."""
+"""The largest absolute value of a residual that takes one signed byte."""
 
 EXCEPTION = 0x80
-"""The byte, unsigned, of those that take more."""
+"""The unsigned byte that marks a residual which takes more."""
 
 _NAN = 0x7FC00000
 _SIGNED: dict[int, type[np.int32] | type[np.int16]] = {4: np.int32, 2: np.int16}
@@ -32,12 +32,13 @@ class Scratch:
 
     def __init__(self, size: int) -> None:
         self.floats = [np.empty(size, np.float32) for _ in range(3)]
-        """For whoever predicts."""
+        """Free memory for predictions."""
         self._words = {dtype: np.empty(size, dtype) for dtype in (np.dtype(np.uint32), np.dtype(np.uint16))}
         self._zigzag = {dtype: np.empty(size, dtype) for dtype in self._words}
 
     def residual(self, words: Words, predicted: Floats) -> Words:
-        """Zigzagged: 0, -1, 1, -2, ... become 0, 1, 2, 3, ... `predicted` is spent; the result is, with the next."""
+        """Returns zigzagged residuals: 0, -1, 1, -2, ... become 0, 1, 2, 3, ... Overwrites `predicted`; the next call
+        overwrites the result."""
         signed = self._difference(words, predicted)
         signs = self._zigzag[words.dtype][: len(words)].view(signed.dtype)
         np.right_shift(signed, 8 * words.itemsize - 1, out=signs)
@@ -46,7 +47,7 @@ class Scratch:
         return signed.view(words.dtype)
 
     def narrow(self, words: Words, predicted: Floats, out: Bytes) -> bool:
-        """One byte of each residual. Whether there are exceptions. `predicted` is spent."""
+        """Fills `out` with one byte per residual; returns whether there are exceptions. Overwrites `predicted`."""
         signed = self._difference(words, predicted)
         np.copyto(out, signed, casting="unsafe")
         if signed.max() <= MOST_NARROW and signed.min() >= -MOST_NARROW:
@@ -55,11 +56,11 @@ class Scratch:
         return True
 
     def room(self, like: Words) -> Words:
-        """For residuals that are to be `restored`."""
+        """Returns memory for residuals that are to be `restored`."""
         return self._words[like.dtype][: len(like)]
 
     def restore(self, residual: Words, predicted: Floats, out: Words) -> None:
-        """The words of which this is the residual. Both are spent."""
+        """Fills `out` with the words that have this residual. Overwrites `residual` and `predicted`."""
         signed = residual.view(_SIGNED[residual.itemsize])
         signs = self._zigzag[residual.dtype][: len(residual)].view(signed.dtype)
         np.bitwise_and(signed, 1, out=signs)
@@ -69,7 +70,7 @@ class Scratch:
         np.add(residual, self._words_of(predicted, residual.dtype), out=out)
 
     def restore_narrow(self, residual: Bytes, predicted: Floats, out: Words) -> None:
-        """As `restore`, of what `narrow` gave; anything where there are exceptions."""
+        """Does what `restore` does, for the bytes that `narrow` gave. The words of exceptions are undefined."""
         signed = _SIGNED[out.itemsize]
         np.add(self._words_of(predicted, out.dtype).view(signed), residual.view(np.int8), out=out.view(signed))
 
@@ -79,7 +80,7 @@ class Scratch:
         return found.view(_SIGNED[found.itemsize])
 
     def _words_of(self, predicted: Floats, dtype: np.dtype[np.uint32] | np.dtype[np.uint16]) -> Words:
-        """Rounded to nearest, ties to even, where the words are narrower."""
+        """Returns the words of `predicted`, rounded to nearest, ties to even, if words are narrower than floats."""
         words = predicted.view(np.uint32)
         if np.isnan(predicted.max()):  # one pass, and hardly ever a second
             np.copyto(words, _NAN, where=np.isnan(predicted))
@@ -97,7 +98,7 @@ class Scratch:
 
 
 def floats_of(words: Words, room: Floats) -> Floats:
-    """The floats that these words are: the same memory for float32, `room` filled for bfloat16."""
+    """Returns the floats that these words are: the same memory for float32, `room` filled for bfloat16."""
     if words.itemsize == 4:
         return words.view(np.float32)
     wide = room[: len(words)].view(np.uint32)
@@ -107,6 +108,7 @@ def floats_of(words: Words, room: Floats) -> Floats:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes denormals for zeros, as torch.set_flush_denormal(True) has it: numpy does then, too."""
+    """Returns whether this thread takes denormals for zeros, as torch.set_flush_denormal(True) sets it for numpy,
+    too."""
     tiny = np.full(8, 1e-40, np.float32)
     return not bool((tiny * np.float32(1)).any())

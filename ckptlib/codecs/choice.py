@@ -1,4 +1,4 @@
-"""Which codec a chunk gets: what users ask for, and what pays. Pure: imports no codec, measures nothing."""
+"""Which codec a chunk gets, from the user's choice and from what pays. Pure: imports no codec, measures nothing."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from ckptlib.policy.lossy import ROUNDED_DTYPE
 PLANES, ZSTD = "planes", "zstd"
 
 _WORTH_SAVING = 0.03
-"""Of the bytes: less is not worth a load that has to decode."""
+"""Share of the bytes; a smaller saving is not worth a load that has to decode."""
 
 _HEADROOM = 1.1
-"""Encoding must be faster than the store by this: where the two are as fast, a sixth of the bytes fewer makes a save no
-shorter, since the first frames are waited for."""
+"""How much faster than the store encoding must be. If both are equally fast, saving a sixth of the bytes makes a save
+no shorter, because the store waits for the first frames."""
 
 
 class Candidate(NamedTuple):
-    """For the chunks of one tensor."""
+    """A codec to try on the chunks of one tensor."""
 
     codec: str
-    """By the name that `registry` knows it by."""
+    """Name of the codec in `registry`."""
     if_it_pays: bool
-    """Whether a sample and the store decide; see `weigh`. Otherwise the user did."""
+    """Whether a sample and the store decide, by `weigh`; if not, the user did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a decision stands on."""
+    """The measurements that a decision rests on."""
 
     local: bool
-    """The store is a file system of this machine."""
+    """Whether the store is a file system of this machine."""
     store_bps: float | None
-    """Bytes per second that this process gets into it; None: not known yet."""
+    """Bytes per second that this process writes to the store; None if not known yet."""
     encode_bps: float
-    """Raw bytes per second that it encodes."""
+    """Raw bytes per second that this process encodes."""
     ratio: float
-    """Encoded bytes over raw ones, of a sample."""
+    """Encoded bytes over raw ones, in a sample."""
 
 
 class Verdict(NamedTuple):
-    """What to do, and why."""
+    """Whether to encode, and why."""
 
     encode: bool
     why: str
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
 
 def candidate(rules: asked.CodecRules, name: str, dtype: str) -> Candidate:
-    """The codec to try on a tensor's chunks. `dtype`: torch's name of it, "" where a chunk holds several."""
+    """Returns the codec to try on a tensor's chunks. `dtype` is torch's name, "" if a chunk holds several."""
     lossy = rules.lossy(name)
     if lossy is not None and dtype == ROUNDED_DTYPE:
         return Candidate(lossy, False)
@@ -62,10 +62,10 @@ def candidate(rules: asked.CodecRules, name: str, dtype: str) -> Candidate:
 
 
 def weigh(measured: Measured) -> Verdict:
-    """Whether encoding pays where nobody asked for it.
+    """Decides whether encoding pays if the user left the choice to ckptlib.
 
-    Encoding runs beside the upload, so that a save ends when the slower of the two does: encoding pays where it is
-    faster than the store takes raw bytes, for then the store is what is waited for, and gets fewer.
+    Encoding runs alongside the upload, so a save ends when the slower of the two does. Encoding pays if it is faster
+    than the store takes raw bytes: then the store is the bottleneck, and gets fewer bytes.
     """
     if measured.local:
         return Verdict(False, "raw: the store is local")

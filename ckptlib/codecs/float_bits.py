@@ -1,16 +1,16 @@
-"""Floats cut into planes of bits that are alike, and put together again. Pure numpy; knows no frame and no coder.
+"""Cuts floats into planes of similar bits, and joins them again. Pure numpy; knows no frame and no coder.
 
-The upper 16 bits of a float are rotated so that its exponent fills the upper byte, and what is left of them (the top of
-the mantissa, the sign) the lower one:
+The upper 16 bits of a float are rotated so that its exponent fills the upper byte. The rest of them (the top of the
+mantissa, the sign) fills the lower one:
 
     float32, bfloat16   s eeeeeeee mmmmmmm       ->  eeeeeeee  mmmmmmm s
     float16             s eeeee mmmmmmmmmm       ->  eeeee mmm  mmmmmmm s
     float64             s EEE eeeeeeee mmmm      ->  eeeeeeee  mmmm s EEE
 
-The first byte of all floats is the plane of exponents, the second that of mantissas; the bits below are the low plane.
-Floats of one byte are a plane of exponents as they are. Numpy shifts and casts whole words ten times as fast as it
-gathers every fourth byte, so nothing here is strided. It does both in one call, in pieces of its own that stay in a
-core's first cache: so there are few calls, and each takes long beside the handing over of the interpreter's lock.
+The first bytes of all floats are the plane of exponents, the second ones that of mantissas; the bits below are the low
+plane. Floats of one byte are a plane of exponents as they are. Numpy shifts and casts whole words ten times as fast as
+it gathers every fourth byte, so nothing here is strided. It does both in one call, in pieces of its own that stay in a
+core's first cache: so there are few calls, and each takes long compared with a switch of the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Kind:
     """How floats of one dtype are cut."""
 
     code: int
-    """In frames."""
+    """Code of the kind in frames."""
     itemsize: int
     rotation: int
-    """Bits to the left, of the upper 16."""
+    """Bits by which the upper 16 are rotated to the left."""
 
     @property
     def low_bytes(self) -> int:
-        """Per element, in the low plane."""
+        """Bytes per element in the low plane."""
         return max(0, self.itemsize - 2)
 
     @property
     def mantissa_bytes(self) -> int:
-        """Per element, in the plane of mantissas."""
+        """Bytes per element in the plane of mantissas."""
         return min(1, self.itemsize - 1)
 
 
@@ -59,21 +59,21 @@ KINDS = {
     "float8_e8m0fnu": _QUARTER,
     "float4_e2m1fn_x2": _QUARTER,
 }
-"""By torch's name of the dtype."""
+"""Kinds by torch's name of the dtype."""
 BY_CODE = {kind.code: kind for kind in KINDS.values()}
 
 
 class Cutter:
-    """Cuts and joins, in memory that it keeps. For one thread at a time."""
+    """Cuts and joins floats in memory that it reuses. For one thread at a time."""
 
     def __init__(self, num_elements: int) -> None:
-        """For up to so many at once."""
+        """Allocates memory for up to `num_elements` at once."""
         self._upper, self._other = np.empty(num_elements, "<u2"), np.empty(num_elements, "<u2")
         self._low = np.empty(num_elements, "<u4")
         self._wide = np.empty(0, "<u8")
 
     def cut(self, kind: Kind, raw: Bytes, exponents: Bytes, mantissas: Bytes, low: Bytes) -> None:
-        """Fills the planes, of as many bytes for each element of `raw` as `kind` says."""
+        """Fills the planes, which have the bytes per element of `raw` that `kind` says."""
         if kind.itemsize == 1:
             np.copyto(exponents, raw)
             return
@@ -89,7 +89,7 @@ class Cutter:
         np.bitwise_or(mantissas, rotated, out=mantissas)
 
     def _cut_low(self, items: Words, lanes: list[Words]) -> Words:
-        """The upper 16 bits; those below go to the lanes."""
+        """Returns the upper 16 bits; writes those below to the lanes."""
         if not lanes:
             return items
         bits = 0
@@ -101,7 +101,7 @@ class Cutter:
         return upper
 
     def join(self, kind: Kind, exponents: Bytes, mantissas: Bytes, low: Bytes, out: Bytes) -> None:
-        """The inverse of `cut`."""
+        """Fills `out` with the floats that `cut` cut."""
         if kind.itemsize == 1:
             np.copyto(out, exponents)
             return
@@ -136,7 +136,7 @@ class Cutter:
 
 
 def _narrow(items: Words, bits: int, out: Words) -> None:
-    """Their bits from this one on, as many as go into `out`."""
+    """Fills `out` with the bits of `items` from bit number `bits` on."""
     if bits:
         np.right_shift(items, bits, out=out, casting="unsafe")
     else:
@@ -144,7 +144,8 @@ def _narrow(items: Words, bits: int, out: Words) -> None:
 
 
 def _lanes(kind: Kind, low: Bytes) -> list[Words]:
-    """The low plane of n elements: n times the lowest 16 bits; of 8 bytes n times the lowest 32, then 16 more."""
+    """Returns the low plane of n elements as lanes: n times the lowest 16 bits; for 8 bytes n times 32, then n times
+    16."""
     if kind.itemsize == 8:
         cut = len(low) // 6 * 4
         return [low[:cut].view("<u4"), low[cut:].view("<u2")]

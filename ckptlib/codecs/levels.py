@@ -1,8 +1,8 @@
-"""What the exponents of a row, and those of a column, have in common: taken off, what is left needs fewer bits.
+"""Levels: the exponents that a row or a column has in common. Subtracting them leaves values that need fewer bits.
 
 A row of an optimizer's moments has the scale of one output's gradients, and a column that of one input's. So the level
-of an element is that of its row and that of its column, added up. Exponents are bytes, and wrap around: any levels give
-the same exponents back, good ones only in fewer bits. Pure numpy; knows no floats and no frames.
+of an element is the sum of its row's and its column's. Exponents are bytes, and wrap around: any levels give the same
+exponents back, good ones only in fewer bits. Pure numpy; knows no floats and no frames.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from ckptlib.codecs.float_bits import Bytes
 
 MAX_ROW = 1 << 14
-"""Longer rows are cut in equal pieces."""
+"""Longer rows are cut into equal pieces."""
 MIN_ROW = 64
 """A level costs some 6 bits, so that shorter rows share one."""
 _ROWS_SEEN = 64
-"""For the level of a column."""
+"""The most rows that the level of a column is computed from."""
 
 
 class Model(IntEnum):
-    """Which levels are taken off; in frames."""
+    """The kind of levels that are subtracted; a number in frames."""
 
     NONE = 0
     ROWS = 1
@@ -34,17 +34,17 @@ NO_COLUMNS = np.empty(0, np.uint8)
 
 
 class Levels(NamedTuple):
-    """Of the rows that a block lies in, whole or in part."""
+    """The levels of the rows that a block lies in, whole or in part."""
 
     rows: Bytes
-    """Each is the level of the elements of a row. With columns two bytes of each, the upper ones first."""
+    """Level of the elements of each row. With columns, two bytes for each row, the upper bytes first."""
     columns: Bytes
-    """None, or one for each element of a row. An element's level is then the sum of its row's and its column's by 16,
-    rounded down: whole ones would be wrong by half an exponent each."""
+    """Empty, or one for each element of a row. An element's level is then the sum of its row's and its column's,
+    divided by 16 and rounded down: levels in whole exponents would be off by half an exponent each."""
 
 
 def row_of(row: int) -> int:
-    """Of how many elements of a tensor with such rows to take a common level off; from MIN_ROW to MAX_ROW."""
+    """Returns how many elements share a level in a tensor with rows of `row`; from MIN_ROW to MAX_ROW."""
     if row < MIN_ROW:
         return row * -(-MIN_ROW // row) if row > 0 else MIN_ROW
     fewest = -(-row // MAX_ROW)
@@ -52,30 +52,31 @@ def row_of(row: int) -> int:
 
 
 def num_rows(first: int, count: int, row: int) -> int:
-    """In which `count` elements lie, the first of them at `first` in its row."""
+    """Returns in how many rows `count` elements lie; `first` is the position of the first one in its row."""
     return -(-(first + count) // row)
 
 
 def row_bytes(first: int, count: int, row: int, model: Model) -> int:
-    """Of `Levels.rows` for these."""
+    """Returns the bytes of `Levels.rows` for these elements."""
     return num_rows(first, count, row) * (2 if model is Model.ROWS_AND_COLUMNS else 1)
 
 
 class Leveller:
-    """Finds levels, takes them off and puts them back on, in memory that it keeps. For one thread at a time."""
+    """Finds levels, subtracts them and adds them again, in memory that it reuses. For one thread at a time."""
 
     def __init__(self, num_elements: int) -> None:
-        """For blocks of up to so many elements."""
+        """Allocates memory for blocks of up to `num_elements`."""
         size = num_elements + 2 * MAX_ROW
         self._block = np.zeros(size, np.uint8)
         self._levels = np.empty(size, np.uint8)
 
     def memory(self, first: int, count: int) -> Bytes:
-        """For `count` exponents of which the first is that of element `first` of its row. The same at each call."""
+        """Returns memory for `count` exponents, the first of which is that of element `first` of its row. Every call
+        returns the same memory."""
         return self._block[first : first + count]
 
     def take_off(self, first: int, count: int, row: int, model: Model) -> Levels:
-        """Of the exponents in `memory(first, count)`; returns what was taken."""
+        """Subtracts the levels from the exponents in `memory(first, count)` and returns them."""
         grid = self._grid(first, count, row)
         self._fill_margins(first, count, row)
         some = grid[:, :: -(-row // 256)]  # 256 bytes at most, so that their sum has 16 bits
@@ -95,7 +96,7 @@ class Leveller:
         return levels
 
     def put_on(self, first: int, count: int, row: int, levels: Levels) -> None:
-        """The inverse of `take_off`."""
+        """Adds the levels that `take_off` subtracted."""
         self._apply(np.add, self._grid(first, count, row), levels)
 
     def _grid(self, first: int, count: int, row: int) -> Bytes:
@@ -104,7 +105,8 @@ class Leveller:
         return grid
 
     def _fill_margins(self, first: int, count: int, row: int) -> None:
-        """What lies before and behind the exponents in their rows must not move the means of these."""
+        """Fills the rest of the first and the last row with means, so that it does not move the means of the
+        exponents."""
         end = first + count
         if first:
             self._block[:first] = self._block[first : min(row, end)].mean()
@@ -116,7 +118,8 @@ class Leveller:
         if not len(levels.columns):
             operation(grid, levels.rows[:, None], out=grid)
             return
-        # a row's level is whole ones and sixteenths: with each number of these, the columns' levels are always the same
+        # a row's level is whole exponents and sixteenths; for each number of sixteenths the columns' levels are the
+        # same
         upper, lower = levels.rows.reshape(2, -1)
         by_sixteenths = np.greater_equal(levels.columns & 15, _TO_A_WHOLE).view(np.uint8)
         np.add(by_sixteenths, levels.columns >> 4, out=by_sixteenths)
@@ -127,4 +130,4 @@ class Leveller:
 
 
 _TO_A_WHOLE = np.arange(16, 0, -1, dtype=np.uint8)[:, None]
-"""What is missing from 0 to 15 sixteenths."""
+"""What 0 to 15 sixteenths lack to a whole."""

@@ -1,8 +1,9 @@
 """One byte per number: linear codes for numbers of both signs, logarithmic ones for sums of squares.
 
-Sums of squares are divided by: Adam steps by exp_avg / (sqrt(exp_avg_sq) + eps). Linear codes would make zeros of all
-that is small beside the largest value of a block, and the next step there is exp_avg / eps. So the logarithmic codes
-have none between 0 and the smallest of theirs: what is positive stays positive, and is rather too large than too small.
+Optimizers divide by sums of squares: Adam steps by exp_avg / (sqrt(exp_avg_sq) + eps). Linear codes would round
+everything that is small beside the largest value of a block to zero, and the next step there would be exp_avg / eps. So
+the logarithmic codes have none between 0 and their smallest: positive numbers stay positive, and become too large
+rather than too small.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _OCTAVE = (  # 2**(i/8), rounded to float32
     "0x1.d5818ep0",
 )
 _INDEX_BITS = 14
-"""Low bits of a float32 that the table of the encoder leaves out. It keeps 9 of the mantissa."""
+"""Low bits of a float32 that the table of the encoder ignores. It keeps 9 bits of the mantissa."""
 
 
 class Linear8(LossyCodec):
-    """Multiples of 1/127 of the largest absolute value in a block."""
+    """Encodes numbers as multiples of 1/127 of the largest absolute value in a block."""
 
     name: ClassVar[str] = "lossy8-linear"
     declared: ClassVar[float] = 0.004
@@ -60,9 +61,9 @@ class Linear8(LossyCodec):
 
 
 class Logarithmic8(LossyCodec):
-    """Eight codes per octave for the 31.75 octaves below the largest value of a block, and 0. Nothing negative.
+    """Has eight codes per octave for the 31.75 octaves below the largest value of a block, and 0. Nothing negative.
 
-    What lies in these octaves is off by 4.5 % of itself at most. What is smaller becomes the smallest code.
+    Numbers in these octaves are off by 4.5 % at most. Smaller ones become the smallest code.
     """
 
     name: ClassVar[str] = "lossy8-log"
@@ -90,7 +91,7 @@ class Logarithmic8(LossyCodec):
 
 @cache
 def levels() -> Floats:
-    """By code: parts of the scale. Powers of two multiply without rounding."""
+    """Returns the fraction of the scale that each code stands for. Powers of two multiply without rounding."""
     octave = np.array([float.fromhex(text) for text in _OCTAVE], np.float32)
     octaves = octave * np.ldexp(np.float32(1), np.arange(-32, 0, dtype=np.int32))[:, np.newaxis]
     found = np.empty(256, np.float32)
@@ -100,7 +101,7 @@ def levels() -> Floats:
 
 @cache
 def _nearest() -> npt.NDArray[np.uint8]:
-    """By the high bits of a part of the scale: the code of the nearest level, and never that of 0."""
+    """Returns the code of the nearest level, never that of 0, by the high bits of a fraction of the scale."""
     bits = np.arange((int(np.float32(1).view(np.uint32)) >> _INDEX_BITS) + 1, dtype=np.uint32) << _INDEX_BITS
     middle = (bits | (1 << (_INDEX_BITS - 1))).view(np.float32)
     positive = levels()[1:]

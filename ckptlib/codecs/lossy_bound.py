@@ -1,4 +1,4 @@
-"""Whether rounded numbers are as close to those that were saved as a frame says. Shares no code with encoders."""
+"""Checks that rounded numbers are as close to the saved ones as a frame says. Shares no code with encoders."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SLAB = 256 * BLOCK
 
 
 def first_beyond(raw: memoryview, rounded: memoryview, bound: Bound) -> int | None:
-    """Where the first block begins in which a number is off by more; None: there is none.
+    """Returns the position of the first block in which a number is off by more than `bound`; None if there is none.
 
-    Both are float32 numbers, as many. NaN and infinity have to be the same bits.
+    Both are float32 numbers, equally many. NaN and infinity must have the same bits.
     """
     ours, theirs = np.frombuffer(raw, "<f4"), np.frombuffer(rounded, "<f4")
     for at in range(0, len(ours), _SLAB):

@@ -1,11 +1,11 @@
-"""Codecs that keep less than all bits of float32 numbers, within a bound that each declares and checks. Opt-in only.
+"""Codecs that keep fewer than all bits of float32 numbers, within a bound that each declares and checks. Opt-in only.
 
 A block that a codec cannot hold within its bound is stored raw, bit for bit: one with NaN or infinity, one whose
 largest value is close to the denormal numbers, and any that turns out to be off by more when it is decoded again. So
-the bound holds by construction, and the largest error that was made stands in the frame.
+the bound holds by construction, and the frame records the largest actual error.
 
-Decoders use integer operations and single float32 multiplications, no result of which is denormal: the same bits on
-every machine. Decoded numbers are encoded as the same codes again.
+Decoders use integer operations and single float32 multiplications with no denormal result, so they give the same bits
+on every machine. Decoded numbers are encoded as the same codes again.
 """
 
 from __future__ import annotations
@@ -41,33 +41,34 @@ _LOWEST, _INFINITY = np.array([SMALLEST, np.inf], np.float32).view(np.uint32)
 
 
 class LossyCodec(Codec):
-    """Blocks of float32 numbers as codes; subclasses say which codes. Other dtypes it leaves to be stored raw."""
+    """Encodes blocks of float32 numbers as codes, which subclasses define. Leaves other dtypes to be stored raw."""
 
     lossless: ClassVar[bool] = False
     declared: ClassVar[float]
-    """No number is off by more of the largest absolute value in its block of 256."""
+    """The largest error of a number, as a fraction of the largest absolute value in its block of 256."""
     code: ClassVar[npt.DTypeLike]
     """uint8 or uint16."""
     scaled: ClassVar[bool]
-    """Whether the largest absolute value of each block travels."""
+    """Whether the frame holds the largest absolute value of each block."""
 
     @abstractmethod
     def to_codes(self, values: Floats, scales: Floats, codes: Codes) -> None:
-        """Fills `codes` for rows of a block each. May spoil `values`.
+        """Fills `codes` for `values`, a block per row. May overwrite `values`.
 
-        `scales`: the largest absolute value of each row, as a column; 1 in a row of zeros. All is finite.
+        `scales`: the largest absolute value of each row, as a column; 1 in a row of zeros. All values are finite.
         """
 
     @abstractmethod
     def to_values(self, codes: Codes, scales: Floats, values: Floats) -> None:
-        """Fills `values` with what the codes stand for. Raises FormatError for a code that `to_codes` never gives."""
+        """Fills `values` with the numbers of the codes. Raises FormatError for a code that `to_codes` never gives."""
 
     def cannot(self, values: Floats, largest: Bits) -> Rows:
-        """Which rows it has no codes for. `largest`: the bits of the largest absolute value of each."""
+        """Returns which rows the codec has no codes for. `largest`: the bits of the largest absolute value of each
+        row."""
         return np.zeros(len(largest), np.bool_)
 
     def bound(self, frame: memoryview) -> Bound:
-        """The largest errors in it. Raises FormatError for a frame that claims more than `declared`."""
+        """Returns the largest errors in a frame. Raises FormatError for a frame that claims more than `declared`."""
         return bound_of(frame, self.declared)
 
     @override
@@ -111,7 +112,7 @@ class LossyCodec(Codec):
 
 
 class _Slab:
-    """Memory for some blocks, used again for the next ones."""
+    """Memory for some blocks, reused for the next ones."""
 
     def __init__(self, codec: LossyCodec) -> None:
         self._codec = codec
@@ -145,11 +146,11 @@ class _Slab:
         return Bound(float(absolute.max(where=fine, initial=0)), float(relative.max(where=fine, initial=0)))
 
     def raw(self, is_raw: Rows, num_values: int) -> bytes:
-        """The numbers of the raw blocks among those that were encoded last."""
+        """Returns the numbers of the raw blocks among those that were encoded last."""
         return self._given[: len(is_raw)][is_raw].tobytes()[: 4 * num_in(is_raw, num_values)]
 
     def decode(self, codes: Codes, scales: Floats, is_raw: Rows, raw: npt.NDArray[np.uint8]) -> None:
-        """For `give`."""
+        """Decodes blocks; `give` returns their numbers."""
         rows = len(scales)
         _fill(self._codes[:rows], codes)
         self._codec.to_values(self._codes[:rows], scales[:, np.newaxis], self._coded[:rows])
@@ -159,12 +160,12 @@ class _Slab:
             self._coded[:rows].view(np.uint32)[is_raw] = blocks.view(np.uint32).reshape(-1, BLOCK)
 
     def give(self, out: Floats) -> None:
-        """The numbers decoded last."""
+        """Fills `out` with the numbers decoded last."""
         out.view("<u4")[:] = self._coded.view(np.uint32).reshape(-1)[: len(out)]
 
 
 def _fill(rows: npt.NDArray[np.generic], given: npt.NDArray[np.generic]) -> None:
-    """Zeros follow where what is given does not fill the last row."""
+    """Copies `given` into the rows, with zeros behind it in the last one."""
     flat = rows.reshape(-1)
     flat[: len(given)] = given
     flat[len(given) :] = 0

@@ -1,7 +1,7 @@
-"""The frame of a lossy codec: what it coded, what it could not code, and how far it is off. Knows no codec.
+"""The frame of a lossy codec: its codes, the numbers that it could not code, and its largest errors. Knows no codec.
 
 Numbers are float32, in blocks of 256; the last block may be shorter. Little-endian, in this order: the largest absolute
-and the largest relative error (2 float64); per block its scale (float32; 0 for a raw block; absent where the codec has
+and the largest relative error (2 float64); per block its scale (float32; 0 for a raw block; absent if the codec has
 none); per number its code (0 in raw blocks); per block a bit, whether it is raw (lowest bit first, padded with 0); the
 numbers of the raw blocks.
 """
@@ -19,7 +19,7 @@ from ckptlib.errors import FormatError
 
 BLOCK = 256
 SMALLEST = 2.0**-94
-"""Of scales but 0. No product of a decoder is denormal then, so that flush-to-zero changes no bit of it."""
+"""The smallest scale except 0. Then no product of a decoder is denormal, so that flush-to-zero changes no bit of it."""
 _ERRORS = 16
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,17 +30,17 @@ Rows = npt.NDArray[np.bool_]
 
 
 class Bound(NamedTuple):
-    """No number differs by more from what was saved."""
+    """The largest errors against the numbers that were saved."""
 
     absolute: float
     """In the tensor's own unit."""
     relative: float
-    """Of the largest absolute value in the number's block."""
+    """As a fraction of the largest absolute value in the number's block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a frame is made of."""
+    """The properties that determine the size of a frame's fields."""
 
     num_values: int
     code: npt.DTypeLike
@@ -52,7 +52,7 @@ class Shape:
         return -(-self.num_values // BLOCK)
 
     def num_bytes(self, num_raw_values: int = 0) -> int:
-        """Of the whole frame."""
+        """Returns the bytes of the whole frame."""
         per_value = np.dtype(self.code).itemsize
         scales = 4 * self.num_blocks if self.scaled else 0
         return _ERRORS + scales + per_value * self.num_values + -(-self.num_blocks // 8) + 4 * num_raw_values
@@ -64,14 +64,14 @@ class Views:
 
     errors: npt.NDArray[np.float64]
     scales: Floats
-    """Empty where the codec has none."""
+    """Empty if the codec has none."""
     codes: Codes
     raw_bits: Bytes
     raw: Bytes
 
     @classmethod
     def of(cls, frame: Bytes, shape: Shape) -> Views:
-        """`frame`: at least `shape.num_bytes()`."""
+        """Returns views of `frame`, which has at least `shape.num_bytes()`."""
         ends = [_ERRORS]
         ends.append(ends[-1] + (4 * shape.num_blocks if shape.scaled else 0))
         ends.append(ends[-1] + np.dtype(shape.code).itemsize * shape.num_values)
@@ -81,7 +81,7 @@ class Views:
 
 
 def build(shape: Shape, bound: Bound, scales: Floats, codes: Codes, is_raw: Rows, raw: bytes) -> bytes:
-    """`raw`: as many bytes as the raw blocks have."""
+    """Returns the frame. `raw` holds the numbers of the raw blocks."""
     frame = np.empty(shape.num_bytes(), np.uint8)
     views = Views.of(frame, shape)
     views.errors[:] = bound
@@ -92,7 +92,8 @@ def build(shape: Shape, bound: Bound, scales: Floats, codes: Codes, is_raw: Rows
 
 
 def bound_of(frame: memoryview, declared: float) -> Bound:
-    """The largest errors in it. Raises FormatError for a frame that claims more than its codec declares."""
+    """Returns the largest errors in a frame. Raises FormatError for a frame that claims more than its codec
+    declares."""
     if frame.nbytes < _ERRORS:
         raise FormatError(f"a lossy frame of {frame.nbytes} bytes is torn; expected {_ERRORS} bytes or more")
     absolute, relative = np.frombuffer(frame[:_ERRORS], "<f8").tolist()
@@ -102,7 +103,8 @@ def bound_of(frame: memoryview, declared: float) -> Bound:
 
 
 def parse(frame: memoryview, shape: Shape) -> tuple[Views, Rows]:
-    """Its fields, and which blocks are raw. Raises FormatError where they contradict each other or `shape`."""
+    """Returns a frame's fields, and which blocks are raw. Raises FormatError if they contradict each other or
+    `shape`."""
     expected = shape.num_bytes()
     if frame.nbytes < expected:
         raise FormatError(f"a lossy frame has {frame.nbytes} bytes for {shape.num_values} numbers; expected {expected}")
@@ -122,13 +124,13 @@ def parse(frame: memoryview, shape: Shape) -> tuple[Views, Rows]:
 
 
 def num_in(is_raw: Rows, num_values: int) -> int:
-    """How many numbers stand in these blocks; the last one may be short."""
+    """Returns how many numbers the blocks selected by `is_raw` hold; the last block may be short."""
     missing = -num_values % BLOCK if len(is_raw) and is_raw[-1] else 0
     return int(is_raw.sum()) * BLOCK - missing
 
 
 def _check_scales(scales: Floats, is_raw: Rows) -> None:
-    """Compares bits: what these floats are is not believed yet."""
+    """Checks scales by their bits, because the floats are not trusted yet. Raises FormatError."""
     bits = scales.view("<u4")
     low, high = (int(np.float32(limit).view(np.uint32)) for limit in (SMALLEST, np.inf))
     wrong = ((bits < low) | (bits >= high) | is_raw) & (bits != 0)

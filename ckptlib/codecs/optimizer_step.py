@@ -1,9 +1,9 @@
-"""One step of an optimizer, for who has the state before it: what the new state is beside what the old one says of it.
+"""One step of an optimizer, for a peer that has the state before it: the difference of the new state from a prediction.
 
-The new average is kept as residuals against its share of the old one, by byte planes; what follows from it and from the
-old state (see `update_rules`) as residuals that are nearly all zero. So a step of AdamW takes 3 of 12 bytes per
-parameter, bit for bit. The old state must be that of the very step before: of two steps, planes of their own are as
-small. That is what peers have of one another, and a store has not, so this is no codec of chunks.
+The new average is kept as residuals against its share of the old one, by byte planes. The arrays that follow from it
+and the old state (see `update_rules`) are kept as residuals that are nearly all zero. So a step of AdamW takes 3 of 12
+bytes per parameter, bit for bit. The old state must be that of the step just before: across two steps, plain planes are
+as small. Peers have that state of one another, and a store has not, so this is no codec of chunks.
 
 A frame:
 
@@ -36,40 +36,41 @@ from ckptlib.codecs.update_rules import RULES, Scalars, UpdateRule
 from ckptlib.errors import FormatError
 
 MAX_ELEMENTS = 1 << 18
-"""In a frame: what encoding and decoding take memory for, some 16 bytes for each."""
+"""The most elements in a frame. Encoding and decoding take some 16 bytes of memory for each."""
 
 BLOCK = 1 << 15
-"""Elements that are worked upon at a time, so that they stay in a core's own cache. Of AdamW, blocks of 8, 16, 32 and
-64 Ki ran at 0.95, 1.13, 1.23 and 1.18 GB/s of state (encoding, one core of a 2-core machine)."""
+"""Elements that are processed at a time, so that they stay in a core's own cache. For AdamW, blocks of 8, 16, 32 and 64
+Ki ran at 0.95, 1.13, 1.23 and 1.18 GB/s of state (encoding, one core of a 2-core machine)."""
 
 SAMPLE = 4096
 """Elements that are encoded to see whether a rule fits."""
 
 MAX_SHARE = 0.6
-"""A frame that takes more of the raw bytes is not worth the work: the rule does not fit."""
+"""Share of the raw bytes. A larger frame is not worth the work: the rule does not fit."""
 
 _VERSION = 2
 _HEAD = struct.Struct("<BBBB")
 _COUNT = struct.Struct("<I")
 
 _NOISE_BITS = 6.6
-"""Of 8: planes with more are kept as they are. zstd takes 2 ns per byte, and links of 0.1 GB/s take 10."""
+"""Entropy in bits per byte. Planes with more are kept as they are: zstd takes 2 ns per byte, links of 0.1 GB/s take
+10."""
 
 
 class OptimizerStep:
-    """Encodes and decodes; keeps the memory that this takes. For one thread."""
+    """Encodes and decodes steps, in memory that it reuses. For one thread."""
 
     def __init__(self) -> None:
         self._scratch = Scratch(BLOCK)
         self._room = [np.empty(BLOCK, np.float32) for _ in range(6)]
-        """For floats of bfloat16: three old arrays, and three new ones."""
+        """Memory for bfloat16 arrays as floats: three old ones, and three new ones."""
         self._planes = np.empty(6 * MAX_ELEMENTS, np.uint8)
         self._pairer = Pairer(MAX_ELEMENTS)
 
     def try_sample(self, rule: UpdateRule, by: Scalars, old: Sequence[Words], new: Sequence[Words]) -> float | None:
-        """Bytes in the frame of a sample for each byte of it; None where the rule does not fit.
+        """Returns the bytes of a sample's frame per byte of the sample; None if the rule does not fit.
 
-        That it comes back bit for bit is seen, too, before anybody relies upon it.
+        Also checks that the sample comes back bit for bit.
         """
         sampled = _sample(len(old[0]))
         old, new = [array[sampled] for array in old], [array[sampled] for array in new]
@@ -82,9 +83,9 @@ class OptimizerStep:
         return len(frame) / sum(array.nbytes for array in new) if exact else None
 
     def encode(self, rule: UpdateRule, by: Scalars, old: Sequence[Words], new: Sequence[Words]) -> bytes | None:
-        """The frame that makes `new` of `old`, or None where the rule does not fit.
+        """Returns the frame that makes `new` of `old`, or None if the rule does not fit.
 
-        Arrays as the rule has them, each of its own word in both, of up to MAX_ELEMENTS elements.
+        The arrays are the rule's, with the same words in `old` and `new`, and up to MAX_ELEMENTS elements each.
         """
         count, scratch = len(new[0]), self._scratch
         assert 0 < count <= MAX_ELEMENTS
@@ -118,7 +119,7 @@ class OptimizerStep:
         return joined if len(joined) <= MAX_SHARE * sum(array.nbytes for array in new) else None
 
     def decode(self, frame: bytes | memoryview, old: Sequence[Words], out: Sequence[Words]) -> None:
-        """Fills `out`, arrays as `old` has them. Raises FormatError, with anything in them."""
+        """Fills `out`, arrays like those of `old`. Raises FormatError, and then leaves anything in them."""
         count, scratch, reader = len(out[0]), self._scratch, FrameReader(memoryview(frame))
         rule, by = _read_head(reader, out)
         planes = _Planes.within(self._planes, out[0].itemsize, count, len(out))
@@ -154,23 +155,23 @@ class OptimizerStep:
 
 
 class _Planes:
-    """Bytes of residuals."""
+    """The residuals as planes of bytes."""
 
     def __init__(self, wide: list[Bytes], narrow: list[Bytes]) -> None:
         self.wide = wide
-        """Of the first array: its highest byte, the next one, and where there are more the two lowest."""
+        """Planes of the first array: its highest bytes, the next ones, and in float32 the two lowest."""
         self.narrow = narrow
-        """One byte of each element of every other array; none of the first."""
+        """One byte per element of each other array; empty for the first."""
         self._low = wide[2].view("<u2") if len(wide) == 3 else None
 
     @staticmethod
     def sizes(itemsize: int, count: int) -> list[int]:
-        """Of the planes of the first array, in bytes."""
+        """Returns the bytes of each plane of the first array."""
         return [count, count, 2 * count] if itemsize == 4 else [count, count]
 
     @classmethod
     def within(cls, memory: Bytes, itemsize: int, count: int, num_arrays: int) -> _Planes:
-        """To be filled, in memory that is used again."""
+        """Returns planes to be filled, in memory that is reused."""
         wide, at = [], 0
         for nbytes in cls.sizes(itemsize, count):
             wide.append(memory[at : at + nbytes])
@@ -179,12 +180,12 @@ class _Planes:
         return cls(wide, [wide[0][:0], *rows])
 
     def replace_lower(self, planes: list[Bytes]) -> None:
-        """By these, of the first array, wherever they are."""
+        """Replaces the lower planes of the first array by these, wherever they are."""
         self.wide[1:] = planes
         self._low = planes[1].view("<u2") if len(planes) > 1 else None
 
     def cut(self, residual: Words, block: slice) -> None:
-        """Takes these residuals. They are spent."""
+        """Stores these residuals, and overwrites them."""
         top, second = self.wide[:2]
         if self._low is not None:
             np.copyto(self._low[block], residual, casting="unsafe")
@@ -194,7 +195,7 @@ class _Planes:
         np.copyto(top[block], residual, casting="unsafe")
 
     def join(self, residual: Words, block: slice) -> None:
-        """Gives back what `cut` was given."""
+        """Fills `residual` with what `cut` stored."""
         top, second = self.wide[:2]
         np.copyto(residual, top[block])
         np.left_shift(residual, 8, out=residual)
@@ -205,7 +206,8 @@ class _Planes:
 
 
 def _read_head(reader: FrameReader, out: Sequence[Words]) -> tuple[UpdateRule, Scalars]:
-    """Raises FormatError where it is not for such arrays, or another machine's."""
+    """Reads the head of a frame. Raises FormatError if it is for other arrays, or from a machine with other
+    denormals."""
     version, number, flushes, num_arrays = _HEAD.unpack(reader.take(_HEAD.size, "its head"))
     rule = RULES.get(number)
     if version != _VERSION or rule is None:
@@ -229,7 +231,7 @@ def _read_head(reader: FrameReader, out: Sequence[Words]) -> tuple[UpdateRule, S
 def _read_exceptions(
     reader: FrameReader, narrow: Bytes, dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]:
-    """Places, ascending, and words."""
+    """Returns the positions of exceptions, ascending, and their words."""
     expected = np.flatnonzero(narrow == EXCEPTION)
     where = reader.plane(4 * len(expected), "places of exceptions").view("<u4")
     if not np.array_equal(where, expected):
@@ -238,7 +240,7 @@ def _read_exceptions(
 
 
 def _sample(count: int) -> slice | npt.NDArray[np.int64]:
-    """SAMPLE elements: runs at even distances."""
+    """Selects SAMPLE elements: runs at even distances."""
     if count <= SAMPLE:
         return slice(None)
     num, length = 16, SAMPLE // 16
@@ -247,7 +249,7 @@ def _sample(count: int) -> slice | npt.NDArray[np.int64]:
 
 
 def _entropy(plane: Bytes) -> float:
-    """Bits per byte, by a sample."""
+    """Returns the bits per byte, estimated by a sample."""
     counts = np.bincount(plane[:: max(1, len(plane) // SAMPLE)], minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())

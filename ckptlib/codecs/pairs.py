@@ -1,11 +1,12 @@
-"""Symbols two to a byte: a plane of few different symbols becomes half as many bytes of twice the information.
+"""Packs two symbols into a byte: a plane of few different symbols becomes half as many bytes of twice the information.
 
-zstd codes a byte in the same time whatever it says, so that pairs take half the time. And they keep it from its habit
-of finding a match wherever a few frequent symbols recur, which costs more bits than the symbols themselves: exponents
-of moments are up to 29 % smaller in pairs than one by one.
+zstd codes a byte in the same time whatever its information, so that pairs take half the time. Pairs also keep zstd from
+finding a match wherever a few frequent symbols recur, which costs more bits than the symbols themselves: exponents of
+moments are up to 29 % smaller in pairs than one by one.
 
-15 consecutive symbols, from `base` on, are 0 to 14; every other one is 15, and stands in a list of strays. The first
-half of a plane is in the upper four bits, the second half in the lower ones. Pure numpy; knows no frame.
+15 consecutive symbols, from `base` on, become 0 to 14. Every other symbol is a stray: it becomes 15, and is kept in a
+list. The first half of a plane is in the upper four bits, the second half in the lower ones. Pure numpy; knows no
+frame.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptlib.codecs.float_bits import Bytes
 _STRAY = 15
 _SAMPLE = 2048
 _MOST_STRAYS = 0.02
-"""Of the symbols: with more, single ones are smaller."""
+"""Share of the symbols. With more strays, single symbols are smaller."""
 
 
 class Pairs(NamedTuple):
@@ -28,21 +29,21 @@ class Pairs(NamedTuple):
 
     base: int
     strays: Bytes
-    """Less `base`, modulo 256; in the order of the plane."""
+    """The strays minus `base`, modulo 256; in the order of the plane."""
     packed: Bytes
 
 
 class Pairer:
-    """Packs planes and unpacks them, in memory that it keeps. For one thread at a time."""
+    """Packs planes and unpacks them, in memory that it reuses. For one thread at a time."""
 
     def __init__(self, num_symbols: int) -> None:
-        """For planes of up to so many symbols."""
+        """Allocates memory for planes of up to `num_symbols`."""
         size = -(-num_symbols // 8) * 8
         self._symbols, self._is_stray = np.empty(size, np.uint8), np.zeros(size, np.bool_)
         self._packed = np.empty(-(-num_symbols // 2), np.uint8)
 
     def pack(self, plane: Bytes) -> Pairs | None:
-        """None where the plane has many symbols. The memory of what is returned serves the next call."""
+        """Returns the plane in pairs, or None if it has many symbols. The next call reuses the memory of the result."""
         base = _base(plane)
         if base is None:
             return None
@@ -60,7 +61,7 @@ class Pairer:
         return Pairs(base, strays, packed)
 
     def unpack(self, pairs: Pairs, plane: Bytes) -> bool:
-        """Fills `plane`. False where there are more or fewer strays than places for them."""
+        """Fills `plane`. Returns False if there are more or fewer strays than places for them."""
         half = len(pairs.packed)
         symbols = self._symbols[: len(plane)]
         np.right_shift(pairs.packed, 4, out=symbols[:half])
@@ -75,9 +76,10 @@ class Pairer:
         return True
 
     def _strays(self, num_symbols: int) -> tuple[NDArray[np.intp], Bytes, NDArray[np.intp]]:
-        """Which eights of symbols have a stray among them, copies of those, and where the strays are in the copies.
+        """Returns which groups of eight symbols have a stray, copies of those groups, and where the strays are in the
+        copies.
 
-        They are few, so that eight symbols without one are passed at once.
+        Strays are few, so that eight symbols without one are skipped at once.
         """
         end = -(-num_symbols // 8) * 8
         self._is_stray[num_symbols:end] = False
@@ -87,7 +89,7 @@ class Pairer:
 
 
 def _base(plane: Bytes) -> int | None:
-    """Where the 15 most frequent consecutive symbols begin; None where, by a sample, too many others occur."""
+    """Returns where the 15 most frequent consecutive symbols begin; None if, in a sample, too many others occur."""
     counts = np.bincount(plane[:: max(1, len(plane) // _SAMPLE)], minlength=256 + _STRAY - 1)
     counts[256:] = counts[: _STRAY - 1]
     sums = np.add.accumulate(counts)

@@ -1,4 +1,4 @@
-"""The codec `patch`: the rows of a chunk that differ from its base. For tables of which a step touches few rows.
+"""Codec "patch": the rows of a chunk that differ from its base. For tables of which a step touches few rows.
 
 A base is the chunk as it was last stored whole, so patches are cumulative and never chained: a load reads two objects
 however many saves lie between. A frame, all numbers little-endian:
@@ -7,8 +7,8 @@ however many saves lie between. A frame, all numbers little-endian:
     number of stored rows u32, bytes of the chunk u64
     body: the stored rows; the chunk's edges (see `rows`), which always travel; one gap per stored row
 
-A gap is the number of rows between a stored row and the one stored before it, or the chunk's first row: it cannot tell
-the same row twice, or out of order.
+A gap is the number of rows between a stored row and the one stored before it, or the chunk's first row. So gaps cannot
+name a row twice, or out of order.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ckptlib.codecs.zstd import Zstd, inflate
 from ckptlib.errors import FormatError
 
 AT_MOST = 0.98
-"""Of the chunk's bytes: a larger frame is not worth a second read at the load."""
+"""Share of the chunk's bytes. A larger frame is not worth a second read at the load."""
 
 _HEADER = struct.Struct("<BBHIIIQ")
 _SUMMARY = struct.Struct("<IIQ")
 _ZSTD = 1
 _WIDTHS = (1, 2, 4)
 _MAX_ROWS = 2**31
-"""In a chunk: sums of gaps stay below 2**63."""
+"""The most rows in a chunk, so that sums of gaps stay below 2**63."""
 
 _BODIES, _ANYTHING = Zstd(), Content("", 1)
 _SAMPLE_BYTES = 64 * 1024
 _SAMPLE_AT_MOST = 0.95
-"""Of the sample's bytes after zstd: else the body stays as it is, and the decoder has less to do."""
+"""Share of the sample's bytes after zstd. If it is larger, the body stays as it is, and the decoder has less to do."""
 
 
 class PatchCodec(SummaryCodec):
-    """Stateless: all of it may run in several threads at once."""
+    """Stateless: several threads may use it at once."""
 
     name: ClassVar[str] = "patch"
 
@@ -93,7 +93,7 @@ class PatchCodec(SummaryCodec):
 
 
 def _differing(ours: NDArray[np.uint8], theirs: NDArray[np.uint8]) -> NDArray[np.intp]:
-    """Numbers of the rows that are not alike, ascending. Compares bits: a NaN equals itself, and -0 is not 0."""
+    """Returns the numbers of the rows that differ, ascending. Compares bits: a NaN equals itself, and -0 is not 0."""
     nbytes = ours.shape[1]
     word = next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0)
     return np.flatnonzero((ours.view(word) != theirs.view(word)).any(axis=1))
@@ -114,7 +114,7 @@ def _encode(raw: memoryview, rows: Rows, numbers: NDArray[np.intp]) -> bytes | N
 
 
 def _compressed(body: NDArray[np.uint8]) -> bytes | None:
-    """The body by zstd, where its first rows say that it pays."""
+    """Returns the body compressed by zstd, or None if its first rows say that it does not pay."""
     sample = body[:_SAMPLE_BYTES]
     packed = _BODIES.encode(sample.data, _ANYTHING)
     if packed is None or len(packed) > _SAMPLE_AT_MOST * len(sample):
@@ -123,8 +123,8 @@ def _compressed(body: NDArray[np.uint8]) -> bytes | None:
 
 
 def _read_header(frame: memoryview, nbytes: int) -> tuple[Rows, int, int]:
-    """Rows of the chunk, number of stored rows, width of gaps. Every later size follows from these, so they are checked
-    against the chunk's."""
+    """Returns the rows of the chunk, the number of stored rows, and the width of gaps. Every later size follows from
+    these, so they are checked against the chunk's size."""
     if frame.nbytes < _HEADER.size:
         _refuse(frame, f"is shorter than its header of {_HEADER.size} bytes")
     flags, width, zero, row_nbytes, lead, num_stored, chunk_nbytes = _HEADER.unpack_from(frame)
@@ -141,7 +141,7 @@ def _read_header(frame: memoryview, nbytes: int) -> tuple[Rows, int, int]:
 
 
 def _body(frame: memoryview, nbytes: int) -> NDArray[np.uint8]:
-    """The body, which must have `nbytes`; no memory is taken for one that claims another number."""
+    """Returns the body, which must have `nbytes`. Allocates nothing for a body that claims another size."""
     stored = frame[_HEADER.size :]
     if not frame[0] & _ZSTD:
         if stored.nbytes != nbytes:
@@ -154,7 +154,7 @@ def _body(frame: memoryview, nbytes: int) -> NDArray[np.uint8]:
 
 
 def _numbers(frame: memoryview, gaps: NDArray[np.unsignedinteger], rows: Rows) -> NDArray[np.int64]:
-    """Of the stored rows. Each is larger than the one before it, so that only the last can be too large."""
+    """Returns the numbers of the stored rows. They ascend, so only the last one can be too large."""
     numbers = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
     if len(numbers) and numbers[-1] >= rows.num:
         _refuse(frame, f"stores row {numbers[-1]}, but the chunk has {rows.num}")
@@ -166,7 +166,7 @@ def _summary_head(rows: Rows) -> bytes:
 
 
 def _hashed_otherwise(rows: Rows, summary: memoryview, base_summary: memoryview) -> NDArray[np.intp]:
-    """Numbers of the rows that differ from the base's, ascending."""
+    """Returns the numbers of the rows whose hashes differ from the base's, ascending."""
     return np.flatnonzero((_hashes(summary, rows) != _hashes(base_summary, rows)).any(axis=0))
 
 

@@ -1,11 +1,11 @@
-"""How planes stand in a frame: a head that says how, a length, and bytes.
+"""How a frame stores planes: a head that says how, a length, and bytes.
 
     0  the plane's own bytes
     1  a zstd frame of them
     2  base u8, number of strays u32, strays, a zstd frame of the pairs: see `pairs`
     3  seven eighths of them: see `sevenths`
 
-Knows no floats. Everything that is read is compared with what the reader expects before memory is taken for it.
+Knows no floats. Everything that is read is compared with the reader's expectation before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ _RAW, _ZSTD, _PAIRS, _SEVENTHS = 0, 1, 2, 3
 
 
 def stored(plane: Bytes) -> Parts:
-    """As it is. Not copied."""
+    """Returns the plane as it is, not copied."""
     return [_HEAD.pack(_RAW, len(plane)), plane.data]
 
 
 def coded(plane: Bytes) -> Parts:
-    """By how often each byte occurs, or as it is."""
+    """Returns the plane coded by how often each byte occurs, or as it is if that is no larger."""
     body = zstd.huffman(plane.data)
     return [_HEAD.pack(_ZSTD, len(body)), body] if len(body) < len(plane) else stored(plane)
 
 
 def paired(plane: Bytes, pairer: Pairer) -> Parts:
-    """By how often each pair of symbols occurs, where there are few; else as `coded`."""
+    """Returns the plane coded by how often each pair of symbols occurs if there are few symbols; else what `coded`
+    returns."""
     pairs = pairer.pack(plane)
     if pairs is None:
         return coded(plane)
@@ -51,20 +52,20 @@ def paired(plane: Bytes, pairer: Pairer) -> Parts:
 
 
 def without_lowest_bit(plane: Bytes) -> Parts:
-    """Noise of even bytes; else as it is."""
+    """Returns the plane without the lowest bits if all of its bytes are even; else as it is."""
     packed = sevenths.pack(plane)
     return stored(plane) if packed is None else [_HEAD.pack(_SEVENTHS, len(packed)), packed.data]
 
 
 class FrameReader:
-    """Reads a frame from front to back. Raises FormatError where it is not what was written."""
+    """Reads a frame from front to back. Raises FormatError if the frame is not what a writer made."""
 
     def __init__(self, frame: memoryview) -> None:
         self._frame = frame
         self._at = 0
 
     def take(self, nbytes: int, what: str) -> memoryview:
-        """The next bytes."""
+        """Returns the next `nbytes` bytes."""
         left = len(self._frame) - self._at
         if nbytes > left:
             raise FormatError(f"a frame of {len(self._frame)} bytes is torn: {what}: {nbytes} bytes, {left} are left")
@@ -72,12 +73,12 @@ class FrameReader:
         return self._frame[self._at - nbytes : self._at]
 
     def plane(self, nbytes: int, what: str) -> Bytes:
-        """The next plane, of which there must be `nbytes`: in the frame's own memory where it is stored as it is."""
+        """Returns the next plane, which must have `nbytes`: in the frame's own memory if it is stored as it is."""
         flag, length = _HEAD.unpack(self.take(_HEAD.size, f"head of {what}"))
         return self._plain(flag, length, nbytes, what)
 
     def plane_into(self, plane: Bytes, pairer: Pairer, what: str) -> None:
-        """The next plane, which may be in pairs, too, and must be as long as `plane`."""
+        """Fills `plane` with the next plane, which must be as long and may be in pairs."""
         flag, length = _HEAD.unpack(self.take(_HEAD.size, f"head of {what}"))
         if flag != _PAIRS:
             np.copyto(plane, self._plain(flag, length, len(plane), what))
@@ -90,11 +91,11 @@ class FrameReader:
             raise FormatError(f"a frame holds {num_strays} strays of {what}, and places for more or fewer")
 
     def rest(self) -> memoryview:
-        """All that is left."""
+        """Returns all that is left."""
         return self.take(len(self._frame) - self._at, "")
 
     def end(self) -> None:
-        """Nothing must be left."""
+        """Raises FormatError if anything is left."""
         if self._at != len(self._frame):
             raise FormatError(f"a frame of {len(self._frame)} bytes should have ended after {self._at}")
 

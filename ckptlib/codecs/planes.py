@@ -1,16 +1,17 @@
-"""Codec "planes": floats by planes of bits, losslessly.
+"""Codec "planes": encodes floats by planes of bits, losslessly.
 
-Exponents of weights and moments are far from evenly spread: zstd's Huffman code takes them to 2 to 3 bits, after the
-levels of rows and columns are taken off where a sample says that it helps. Signs and mantissas are noise, and stay as
-they are, but where a sample says otherwise. A frame is
+Exponents of weights and moments are far from evenly spread: zstd's Huffman code takes them to 2 to 3 bits, after
+subtracting the levels of rows and columns if a sample says that it helps. Signs and mantissas are noise, and stay as
+they are, unless a sample says otherwise. A frame is
 
     kind u8, row u16, first u16
     per block of 262,144 elements:
         model u8, then planes: [levels of rows, [of columns,]] exponents, mantissas, low
     the bytes behind the last whole element
 
-in which a plane is what `plane_frames` says, and the numbers of elements follow from the number of bytes to decode to.
-A block needs no other, and its planes fit into the cache of a core; so memory is bounded, however large the chunk.
+A plane is as `plane_frames` describes it, and the numbers of elements follow from the number of bytes to decode to.
+Blocks are independent, and the planes of one fit into the cache of a core; so memory is bounded, however large the
+chunk.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from ckptlib.codecs.zstd import WORTH
 from ckptlib.errors import FormatError
 
 BLOCK = 1 << 18
-"""Elements. Twice what zstd codes with one table; with fewer, the levels of columns weigh more."""
+"""Elements in a block. Twice what zstd codes with one table; with fewer, the levels of columns weigh more."""
 _HEAD = struct.Struct("<BHH")
 _SMALLEST = 256
-"""Bytes; smaller chunks save less than they take to look at."""
+"""Bytes; smaller chunks save less than examining them costs."""
 
 
 _WAYS = {Way.AS_IS: stored, Way.CODED: coded, Way.WITHOUT_LOWEST_BIT: without_lowest_bit}
@@ -45,11 +46,11 @@ _WAYS = {Way.AS_IS: stored, Way.CODED: coded, Way.WITHOUT_LOWEST_BIT: without_lo
 
 _turn = threading.Lock()
 """Held by the thread that decodes. Several at once would be slower than one: numpy's operations end sooner than threads
-hand over the interpreter's lock. So they wait here, and leave it to those that read and digest."""
+hand over the interpreter's lock. So decoders wait here, and leave the lock to threads that read and digest."""
 
 
 def _renew_turn() -> None:
-    """A forked child has one thread, and nobody who would give the turn back."""
+    """Renews the lock in a forked child, whose one thread would wait for ever if another one held it."""
     global _turn
     _turn = threading.Lock()
 
@@ -59,20 +60,20 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 class _Work(threading.local):
-    """What a thread computes in, 2 MB; kept, since fresh memory costs more than the work."""
+    """Memory that a thread computes in, 2 MB; kept, since fresh memory costs more than the work."""
 
     def __init__(self) -> None:
         self.cutter, self.leveller, self.pairer = Cutter(BLOCK), Leveller(BLOCK), Pairer(BLOCK)
 
 
 class Planes(Codec):
-    """For floats. Chunks of anything else it leaves raw."""
+    """Encodes floats. Leaves chunks of anything else raw."""
 
     name: ClassVar[str] = "planes"
 
     def __init__(self) -> None:
         self._encoding, self._decoding = _Work(), _Work()
-        """Apart: a decoder must not find in its memory what the frame ought to tell."""
+        """Apart, so that a decoder does not find in its memory what the frame ought to hold."""
 
     @override
     def encode(self, raw: memoryview, content: Content) -> bytes | None:

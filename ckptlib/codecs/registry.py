@@ -1,4 +1,4 @@
-"""Every codec by the name that parts know it by. To add one: write its class, and name it here."""
+"""All codecs, by their names in parts. To add one: write its class, and name it here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptlib.codecs.codec import BaseCodec, Codec
 from ckptlib.errors import FormatError
 
 RAW = "raw"
-"""No codec: the chunk's bytes as they are."""
+"""Name for no codec: the chunk's bytes as they are."""
 
 
 def _planes() -> Codec:
@@ -56,12 +56,12 @@ _MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {
     "lossy8-log": _logarithmic8,
     "lossy-bfloat16": _bfloat16,
 }
-"""Each imports what it needs when it is called: a writer that stores raw chunks loads no compressor."""
+"""Each maker imports what it needs when it is called: a writer that stores raw chunks loads no compressor."""
 
 
 @cache
 def find(name: str) -> Codec | BaseCodec:
-    """The codec of this name. Raises FormatError for one that this ckptlib does not know."""
+    """Returns the codec of this name. Raises FormatError for a name that this ckptlib does not know."""
     make = _MAKERS.get(name)
     if make is None:
         raise FormatError(f"codec {name[:40]!r} is not one of {', '.join([RAW, *_MAKERS])}; update ckptlib")
@@ -69,7 +69,7 @@ def find(name: str) -> Codec | BaseCodec:
 
 
 def bound(name: str, frame: memoryview) -> tuple[float, float] | None:
-    """How far a frame says that it is off: see `Loss`. None: its codec loses nothing.
+    """Returns the largest errors that a frame claims (see `Loss`), or None if its codec is lossless.
 
     Raises FormatError as the codecs do.
     """
@@ -84,10 +84,10 @@ def bound(name: str, frame: memoryview) -> tuple[float, float] | None:
 
 
 def decode(name: str, frame: memoryview, out: memoryview, base: memoryview | None = None) -> None:
-    """Fills `out` with what a frame of this codec stands for. `base`: what it was made against, if that.
+    """Fills `out` with the bytes that a frame of this codec encodes. `base`: the base it was made against, if any.
 
-    Raises FormatError as the codecs do, and where there is a base for a codec that takes none, or none for one that
-    does.
+    Raises FormatError as the codecs do, and if a base is given to a codec that takes none, or is missing for one that
+    takes one.
     """
     codec = find(name)
     if isinstance(codec, Codec) and base is None:

@@ -1,4 +1,4 @@
-"""Hashes of the rows of a chunk: they tell which rows changed without the bytes that the rows had before.
+"""Hashes the rows of a chunk, to tell which rows changed without the bytes that the rows had before.
 
 The writer process does not hold the bytes of the chunk that a patch is made against. It keeps these hashes, 12 bytes
 per row. A row that changed and hashes alike would be left out of the patch. The digest of the chunk would then refuse
@@ -27,17 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_LANES = 3
-"""Hashes of 32 bits per row, each with keys of its own."""
+"""Number of 32-bit hashes per row, each with keys of its own."""
 
 HASH_BYTES = 4 * NUM_LANES
-"""Per row."""
+"""Bytes of hashes per row."""
 
 _BLOCK_BYTES = 512 * 1024
-"""Rows that are worked on at once: larger than what calls cost, smaller than the second-level cache."""
+"""Bytes of rows that are hashed at once: enough to outweigh the cost of calls, and less than the second-level cache."""
 
 
 def hash_rows(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The hashes of [num, nbytes] rows: [NUM_LANES, num]. Takes `_BLOCK_BYTES` twice beside them."""
+    """Returns the hashes of [num, nbytes] rows: [NUM_LANES, num]. Allocates `_BLOCK_BYTES` twice besides them."""
     num, nbytes = table.shape
     words = -(-nbytes // 8)
     block = max(1, min(num, _BLOCK_BYTES // (8 * words)))
@@ -54,7 +54,8 @@ def hash_rows(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def _hash_block(words: NDArray[np.uint64], high: NDArray[np.uint64], hashes: NDArray[np.uint32]) -> None:
-    """Two characters per word, low and high: low * a + high * b == word * a + high * (b - 2**32 * a) mod 2**64."""
+    """Hashes two characters per word, low and high: low * a + high * b == word * a + high * (b - 2**32 * a) mod
+    2**64."""
     np.right_shift(words, 32, out=high)
     offsets, of_words, of_high = _keys(words.shape[1])
     for lane in range(NUM_LANES):
@@ -67,7 +68,8 @@ def _hash_block(words: NDArray[np.uint64], high: NDArray[np.uint64], hashes: NDA
 
 @lru_cache(maxsize=16)
 def _keys(words: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """m[0] of each lane, and for each lane and word a and b - 2**32 * a. Shorter rows have the first of these keys."""
+    """Returns m[0] of each lane, and for each lane and word a and b - 2**32 * a. Shorter rows use the first of these
+    keys."""
     stream = hashlib.shake_128(b"ckptlib row hashes").digest(8 * NUM_LANES * (1 + 2 * words))
     keys = np.frombuffer(stream, "<u8").astype(np.uint64)
     low, high = keys[NUM_LANES:].reshape(words, 2, NUM_LANES).transpose(1, 2, 0)

@@ -1,4 +1,4 @@
-"""How a chunk of a table is cut into rows that are compared and stored one by one.
+"""Cuts a chunk of a table into rows, which are compared and stored one by one.
 
 A chunk is any piece of a tensor, so it may begin and end inside a row:
 
@@ -20,7 +20,7 @@ MIN_ROW_BYTES = 64
 """Shorter rows are joined: the number of a row takes a byte or two, and its hash takes twelve."""
 
 MAX_ROW_BYTES = 16 * 1024
-"""Longer ones are cut into pieces of `PIECE_BYTES`: a chunk must hold many rows, or else nothing is won."""
+"""Longer rows are cut into pieces of `PIECE_BYTES`: nothing is gained unless a chunk holds many rows."""
 
 PIECE_BYTES = 1024
 
@@ -39,7 +39,7 @@ class Rows:
     """The rows of one chunk."""
 
     nbytes: int
-    """Of each row."""
+    """Bytes of each row."""
     lead: int
     """Bytes before the first row, fewer than `nbytes`."""
     chunk_nbytes: int
@@ -50,22 +50,22 @@ class Rows:
 
     @property
     def edges_nbytes(self) -> int:
-        """Bytes in no row."""
+        """Number of bytes that lie in no row."""
         return self.chunk_nbytes - self.num * self.nbytes
 
     def table(self, chunk: memoryview) -> NDArray[np.uint8]:
-        """The rows, [num, nbytes]: a view, writable where the chunk is."""
+        """Returns the rows, [num, nbytes]: a view, writable if the chunk is."""
         data = np.frombuffer(chunk, np.uint8)
         return data[self.lead : self.lead + self.num * self.nbytes].reshape(self.num, self.nbytes)
 
     def edges(self, chunk: memoryview) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Lead and rest: views, writable where the chunk is."""
+        """Returns lead and rest: views, writable if the chunk is."""
         data = np.frombuffer(chunk, np.uint8)
         return data[: self.lead], data[self.lead + self.num * self.nbytes :]
 
 
 def cut(content: Content, chunk_nbytes: int) -> Rows | None:
-    """The rows of a chunk; None where it holds several dtypes, an unknown one, or no whole row."""
+    """Returns the rows of a chunk, or None if it holds several dtypes, an unknown one, or no whole row."""
     itemsize = _ITEM_BYTES.get(content.dtype)
     if itemsize is None:
         return None

@@ -1,4 +1,4 @@
-"""What a sample of a chunk of floats tells about how to code it. Decides; codes nothing."""
+"""Decides from a sample of a chunk of floats how to code it. Codes nothing."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ckptlib.codecs.float_bits import Bytes, Cutter, Kind
 from ckptlib.codecs.levels import Model
 
 _ROWS, _COLUMNS = 32, 64
-"""Of the sample, at most."""
+"""The most rows and columns of the sample."""
 _ENOUGH = _ROWS * _COLUMNS
 _NOISE_BITS = 7.8
-"""Per byte. A plane with more is not worth a pass: at best 2.5 % of it are saved."""
+"""Bits per byte. A plane with more is not worth a pass: it would save 2.5 % at best."""
 _LEVEL_BITS = 6.0
-"""What a level costs in a frame, about."""
+"""Approximate bits that a level costs in a frame."""
 _WORTH_BITS = 0.03
-"""Per element and kind of level: below, it is not worth the work."""
+"""Bits per element and kind of level. A smaller gain is not worth the work."""
 
 
 class Way(Enum):
     """How to store a plane."""
 
     AS_IS = 0
-    """It is noise."""
+    """For noise."""
     CODED = 1
     WITHOUT_LOWEST_BIT = 2
-    """It is noise but for that: mantissas of positive numbers."""
+    """For noise with a lowest bit of 0: mantissas of positive numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of the planes of one chunk."""
+    """How to code the planes of one chunk."""
 
     model: Model
     exponents: Way
@@ -43,15 +43,15 @@ class Plan:
 
     @property
     def pays(self) -> bool:
-        """Whether any of them is worth it."""
+        """Whether any plane is worth coding."""
         return {self.exponents, self.mantissas, self.low} != {Way.AS_IS}
 
 
 def plan(kind: Kind, raw: Bytes, first: int, row: int, block: int, cutter: Cutter) -> Plan:
-    """From up to 2,048 of the elements in `raw`, of which there is at least one.
+    """Plans from up to 2,048 of the elements in `raw`, which has at least one.
 
-    `first`: place of the first one in its row. `row`: elements of which one level is taken off; 0: none is. `block`:
-    elements that share their columns' levels.
+    `first`: position of the first element in its row. `row`: elements that share a level; 0: no levels are subtracted.
+    `block`: elements that share their columns' levels.
     """
     elements = raw.reshape(-1, kind.itemsize)
     rows = elements[-first % row :] if row else elements
@@ -74,13 +74,13 @@ def _way(bits: float) -> Way:
 
 
 def _spread(elements: Bytes, row: int) -> Bytes:
-    """Rows that lie apart, of each the first elements; a copy."""
+    """Returns the first elements of rows that lie apart; a copy."""
     rows = elements[: len(elements) // row * row].reshape(-1, row, elements.shape[1])
     return np.ascontiguousarray(rows[:: -(-len(rows) // _ROWS), :_COLUMNS])
 
 
 def _model(exponents: Bytes, row: int, block: int, bits: float) -> tuple[Model, float]:
-    """What is best to take off, and the bits of an element then; `bits`: without."""
+    """Returns the best levels to subtract, and the bits of an element then. `bits`: without levels."""
     of_rows = (np.add.reduce(exponents, axis=1, dtype=np.uint32) / np.float32(exponents.shape[1]))[:, None]
     by_rows = _entropy((exponents - np.rint(of_rows).astype(np.uint8)).reshape(-1)) + _LEVEL_BITS / row
     of_columns = np.add.reduce(exponents, axis=0, dtype=np.uint32) / np.float32(len(exponents))
@@ -99,7 +99,8 @@ def _model(exponents: Bytes, row: int, block: int, bits: float) -> tuple[Model, 
 
 
 def _entropy(plane: Bytes) -> float:
-    """Bits per byte of a source that gave this sample: corrected for its size as Miller and Madow do; none: 8."""
+    """Returns the bits per byte of a source that gave this sample, corrected for its size as by Miller and Madow; 8 for
+    an empty one."""
     if not len(plane):
         return 8.0
     counts = np.bincount(plane, minlength=256)
@@ -108,4 +109,4 @@ def _entropy(plane: Bytes) -> float:
 
 
 _BITS = np.arange(_ENOUGH + 1) * np.log2(np.maximum(1, np.arange(_ENOUGH + 1)))
-"""Of what occurs so often: how often, times the logarithm of that."""
+"""By count: the count times its logarithm to base 2."""

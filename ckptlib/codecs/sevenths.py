@@ -1,7 +1,8 @@
-"""Even bytes in seven eighths of their space: noise but for its lowest bit, as are the mantissas of positive numbers.
+"""Packs even bytes into seven eighths of their space: noise but for the lowest bit, as mantissas of positive numbers
+are.
 
-A Huffman code gets there, too, at a tenth of the speed. The plane is cut in eight parts; bit i + 1 of the last one goes
-where part i, of the other seven, has its lowest bit. Pure numpy; knows no frame.
+A Huffman code achieves this, too, at a tenth of the speed. The plane is cut into eight parts; bit i + 1 of the last one
+replaces the lowest bit of part i, of the other seven. Pure numpy; knows no frame.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from ckptlib.codecs.float_bits import Bytes
 
 
 def packed_bytes(num_bytes: int) -> int:
-    """Of a plane of so many."""
+    """Returns the packed bytes of a plane of `num_bytes`."""
     return 7 * -(-num_bytes // 8)
 
 
 def pack(plane: Bytes) -> Bytes | None:
-    """None where a byte is odd."""
+    """Returns the packed plane, or None if a byte is odd."""
     if int(np.bitwise_or.reduce(plane)) & 1:
         return None
     size = -(-len(plane) // 8)
@@ -33,7 +34,7 @@ def pack(plane: Bytes) -> Bytes | None:
 
 
 def unpack(packed: Bytes, num_bytes: int) -> Bytes:
-    """The inverse, of `packed_bytes(num_bytes)` bytes."""
+    """Returns the plane of `num_bytes` that `pack` packed."""
     size = len(packed) // 7
     plane = np.empty(8 * size, np.uint8)
     np.bitwise_and(packed, 0xFE, out=plane[: 7 * size])
@@ -44,4 +45,4 @@ def unpack(packed: Bytes, num_bytes: int) -> Bytes:
 
 
 _BITS = np.uint8(2) << np.arange(7, dtype=np.uint8)[:, None]
-"""Of the last part, by the part that they go to."""
+"""Bits of the last part, by the part that they go to."""

@@ -1,8 +1,8 @@
-"""How optimizers make the new state of a parameter out of the old one, as far as it can be told without the gradient.
+"""How optimizers compute the new state of a parameter from the old one, as far as can be told without the gradient.
 
-A parameter's state is a few arrays of one shape, in the order in which they can be predicted: the first one is the
-average that the gradient goes into, and the last one the weights. Once the new average is known, so is the gradient,
-up to rounding, and the rest follows. No prediction is exact: frameworks round in other places, and other times.
+A parameter's state is a few arrays of one shape, in the order in which they can be predicted. The first one is the
+average that the gradient goes into, the last one the weights. Once the new average is known, so is the gradient, up to
+rounding, and the rest follows. No prediction is exact: frameworks round in other places and at other times.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing_extensions import override
 from ckptlib.codecs.bit_residuals import Floats
 
 Scalars = Sequence[np.float32]
-"""What a rule multiplies by. They travel as they are: what `beta ** step` is, depends on the C library."""
+"""Factors of a rule. They are part of a frame, because the value of `beta ** step` depends on the C library."""
 
 
 class UpdateRule(ABC):
     """One way to update a parameter."""
 
     number: ClassVar[int]
-    """In frames."""
+    """Number of the rule in frames."""
     num_arrays: ClassVar[int]
     num_scalars: ClassVar[int]
-    """The first of them is the share of the old average in the new one."""
+    """The first scalar is the share of the old average in the new one."""
 
     def predict(
         self, array: int, old: Sequence[Floats], new: Sequence[Floats], by: Scalars, room: list[Floats]
     ) -> Floats:
-        """Array number `array` of the new state, in `room`, of which this takes up to three. `new`: those before it."""
+        """Returns array number `array` of the new state, in `room`, of which it takes up to three. `new`: the arrays
+        before it."""
         if array == 0:
             return np.multiply(old[0], by[0], out=room[0])
         return self.follow(array, old, new, by, room)
@@ -41,18 +42,18 @@ class UpdateRule(ABC):
     def follow(
         self, array: int, old: Sequence[Floats], new: Sequence[Floats], by: Scalars, room: list[Floats]
     ) -> Floats:
-        """As `predict`, of an array behind the first one."""
+        """Does what `predict` does, for an array behind the first one."""
 
 
 def _gradient(old: Floats, new: Floats, share: np.float32, inverse: np.float32, room: Floats) -> Floats:
-    """That has made `new` out of `old`: (new - share * old) * inverse."""
+    """Returns the gradient that has made `new` out of `old`: (new - share * old) * inverse."""
     np.multiply(old, share, out=room)
     np.subtract(new, room, out=room)
     return np.multiply(room, inverse, out=room)
 
 
 class Adam(UpdateRule):
-    """Of exp_avg, exp_avg_sq and weights; with decay of the weights apart from the gradient (AdamW) or within it."""
+    """Updates exp_avg, exp_avg_sq and weights; decays the weights apart from the gradient (AdamW) or within it."""
 
     number = 1
     num_arrays = 3
@@ -60,7 +61,8 @@ class Adam(UpdateRule):
 
     @staticmethod
     def scalars(*, lr: float, betas: tuple[float, float], eps: float, decay: float, step: float) -> Scalars:
-        """`decay`: of the weights by themselves; 0 where it is part of the gradient. `step`: the new one, 1 or more."""
+        """Returns the factors. `decay`: of the weights by themselves; 0 if it is part of the gradient. `step`: the new
+        one, >= 1."""
         beta1, beta2 = betas
         found = (
             *(beta1, 1 / (1 - beta1)),
@@ -94,7 +96,7 @@ class Adam(UpdateRule):
 
 
 class Momentum(UpdateRule):
-    """Stochastic gradient descent: of momentum_buffer and weights."""
+    """Stochastic gradient descent: updates momentum_buffer and weights."""
 
     number = 2
     num_arrays = 2
@@ -113,7 +115,7 @@ class Momentum(UpdateRule):
 
 
 class Nesterov(UpdateRule):
-    """As `Momentum`, but that the step is taken with the gradient added once more."""
+    """Does what `Momentum` does, but adds the gradient once more to each step."""
 
     number = 3
     num_arrays = 2
@@ -136,7 +138,7 @@ class Nesterov(UpdateRule):
 
 
 class Lion(UpdateRule):
-    """Of exp_avg and weights, which take steps of one size in the direction of a sign."""
+    """Updates exp_avg and weights, by steps of one size in the direction of a sign."""
 
     number = 4
     num_arrays = 2

@@ -1,4 +1,4 @@
-"""Codec "zstd": a chunk as one zstd frame; and how bytes from a store are decompressed within bounds.
+"""Codec "zstd": encodes a chunk as one zstd frame, and decompresses frames from a store within bounds.
 
 The only file that imports zstandard: it is imported when a codec is made.
 """
@@ -15,18 +15,18 @@ from ckptlib.codecs.codec import Codec, Content
 from ckptlib.errors import FormatError
 
 WORTH = 0.98
-"""Of the raw bytes: a larger frame is not worth its decoding."""
+"""Share of the raw bytes. A larger frame is not worth its decoding."""
 _LEVEL = 1
 
 
 class _Tools(threading.local):
-    """zstandard's objects serve one thread at a time, and are costly to make."""
+    """Objects of zstandard, which serve one thread at a time and are costly to make."""
 
     def __init__(self) -> None:
         self.fast = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-        # Huffman's code and nearly no search for matches: 64 places to look at, a match of 7 bytes or none. A target
-        # length of 0 matters: with another one zstd leaves literals as they are. On exponents of real training state
-        # this is 2.4 times as fast as level 1 and 5 to 9 % smaller.
+        # Huffman coding and nearly no search for matches: 64 places to look at, a match of 7 bytes or none. The target
+        # length must be 0: with any other, zstd leaves literals as they are. On exponents of real training state this
+        # is 2.4 times as fast as level 1 and 5 to 9 % smaller.
         self.huffman = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters(
                 window_log=17,
@@ -46,14 +46,14 @@ _tools = _Tools()
 
 
 def huffman(plain: memoryview) -> bytes:
-    """One zstd frame of symbols that stand in no order: by how often each occurs."""
+    """Returns one zstd frame of unordered symbols, coded by how often each occurs."""
     return _tools.huffman.compress(plain)
 
 
 def inflate(frame: memoryview, nbytes: int) -> bytes:
-    """What one whole zstd frame stands for, `nbytes` of it. Raises FormatError for anything else.
+    """Returns the `nbytes` that one whole zstd frame holds. Raises FormatError for anything else.
 
-    zstandard takes as much memory as the frame says that it holds, so that is compared first.
+    zstandard allocates as much memory as the frame claims, so the claim is checked first.
     """
     try:
         claimed = zstandard.frame_content_size(frame)
@@ -69,7 +69,7 @@ def inflate(frame: memoryview, nbytes: int) -> bytes:
 
 
 class Zstd(Codec):
-    """For integers, and for whatever no other codec knows."""
+    """Encodes integers, and all content that no other codec knows."""
 
     name: ClassVar[str] = "zstd"
 
