@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, read to be saved as steps."""
+"""Reads checkpoints of other libraries, to save them as steps."""

@@ -1,4 +1,4 @@
-"""What a run begins from when its own root has no step: a step of another root, or another library's checkpoint."""
+"""The source of a run whose own root has no step: a step of another root, or another library's checkpoint."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Init:
 
 
 class Beginning:
-    """One per Checkpointer that was told of one; the same on all ranks."""
+    """Reads the source of a Checkpointer with `init_from=`. The same on all ranks."""
 
     def __init__(self, init: Init, only: Only, session: Session) -> None:
         """Collective. Looks at the source if the job is the first of its root, which then can have no step.
 
-        Raises ValueError for what can be no source, and then CheckpointNotFound or FormatError, on all ranks.
+        Raises ValueError if the arguments can be no source, then CheckpointNotFound or FormatError, on all ranks.
         """
         self._init, self._only, self._session = init, only, session
         self._url = absolute(init.source)
@@ -76,14 +76,14 @@ class Beginning:
 
     @property
     def _options(self) -> Mapping[str, object]:
-        """For the store of a root."""
+        """Storage options for the store of a root."""
         own = self._init.storage_options
         if own is not None or self._url.partition("://")[0] != self._session.settings.url.partition("://")[0]:
             return own or {}
         return self._session.settings.options
 
     def _look(self) -> Format | None:
-        """The format of another library's checkpoint; None for a root. Collective."""
+        """Returns the format of another library's checkpoint; None for a root. Collective."""
 
         def look() -> Format | None:
             path = Path(self._url.removeprefix(LOCAL))
@@ -100,9 +100,9 @@ class Beginning:
         return together(self._session.group, f"looking at init_from={str(self._init.source)!r}", look)
 
     def load(self, state: Mapping[str, object], strict: bool, device: str | torch.device | None) -> LoadReport:
-        """Fills `state`; collective. The run begins at step 0 all the same, and its record says where it began from.
+        """Fills `state`; collective. The run still begins at step 0, and its record says what it began from.
 
-        Raises as `ckptlib.load` and `ckptlib.convert` do.
+        Raises what `ckptlib.load` and `ckptlib.convert` raise.
         """
         session, init = self._session, self._init
         known = self._look()
@@ -139,7 +139,7 @@ class Beginning:
 
 
 def begins_from(given: str | Path | Init | None, only: Only, session: Session) -> Beginning | None:
-    """What a Checkpointer was told of. Collective."""
+    """Returns the beginning that a Checkpointer was given, or None. Collective."""
     if given is None:
         if only is not None:
             raise ValueError(f"init_only={only!r} says what of init_from= is taken, and there is no init_from=")
@@ -148,7 +148,7 @@ def begins_from(given: str | Path | Init | None, only: Only, session: Session) -
 
 
 def _foreign_format(path: Path) -> Format:
-    """Raises CheckpointNotFound, FormatError: of neither kind."""
+    """Raises CheckpointNotFound or FormatError if the path is of neither kind."""
     if not path.exists():
         raise CheckpointNotFound(f"{path}: does not exist, or this host does not see it")
     try:
@@ -158,7 +158,7 @@ def _foreign_format(path: Path) -> Format:
 
 
 class _Needs:
-    """What a state needs of a source. Knows names only: tensors may have been made for the look, and are let go of."""
+    """The names that a state needs of a source. Keeps no tensors: they may have been made for the look."""
 
     def __init__(self, state: Mapping[str, object], only: Only, rename: Rename) -> None:
         flat, asked = first_look(state), Selection(only, None)
@@ -166,17 +166,18 @@ class _Needs:
         names = (*(leaf.name for leaf in flat.leaves), *flat.values, *flat.objects)
         self._named, self._names = named, [name for name in names if asked.wanted(name, whole=True)]
         self._ties: dict[str, list[str]] = {}
-        """What the state has tied, by the source's names."""
+        """Groups of tied names of the state, by the source's name of the first."""
         for name, first in flat.aliases.items():
             self._ties.setdefault(first, [named(first)]).append(named(name))
 
     @property
     def names(self) -> Iterator[str]:
-        """Of all that is to be filled: the source's. They are asked for in need only, as `rename` may be the user's."""
+        """The source's names of everything to be filled. Computed only when needed, as `rename` may be the user's
+        function."""
         return map(self._named, self._names)
 
     def tie(self, foreign: Foreign) -> None:
-        """What the source has under one name alone, as safetensors does, is what others of the state are tied to."""
+        """Ties names of the state to a tensor that the source has under only one of its names, as safetensors does."""
         for names in self._ties.values():
             there = [name for name in names if name in foreign.leaves]
             for name in names if there else ():
@@ -187,9 +188,10 @@ class _Needs:
 def opened(
     group: Group, known: Format, path: Path, state: Mapping[str, object], only: Only, rename: Rename
 ) -> ForeignStep:
-    """Another library's checkpoint as a step that fits the state. Every rank maps the files itself. Collective.
+    """Returns another library's checkpoint as a step that fits the state. Every rank maps the files itself. Collective.
 
     The ranks look at the state first: a `state_dict()` may be collective, and a rank that cannot read its files would
+    never call it.
     never come to it.
     """
     needs = together(group, "looking at the state", lambda: _Needs(state, only, rename))
@@ -198,7 +200,7 @@ def opened(
         foreign = Foreign(known.name)
         known.read(path, foreign)
         foreign.leave_out_strange(needs.names)
-        seen = _described(foreign.flat)  # without ties: those of ranks, such as stages of a pipeline, may differ
+        seen = _described(foreign.flat)  # without ties, which may differ between ranks, as between stages of a pipeline
         needs.tie(foreign)
         for note in foreign.notes if group.rank == 0 else ():
             log.warning("%s", note)

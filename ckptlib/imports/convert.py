@@ -1,4 +1,4 @@
-"""convert: a checkpoint of another library, saved as a step."""
+"""Saves a checkpoint of another library as a step."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ from ckptlib.stores import absolute, open_store
 log = logging.getLogger(__name__)
 
 PACK_BYTES = 256 * 1024 * 1024
-"""Of a pack: what a killed import has to write again, at most. Smaller ones would be uploaded more slowly."""
+"""Bytes of a pack: the most that a killed import has to write again. Smaller packs would be uploaded more slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What came over."""
+    """The result of an import."""
 
     kind: str
-    """What wrote the source."""
+    """The library that wrote the source."""
     url: str
     step: int
     tensors: int
     nbytes: int
-    """Of the tensors; tied ones count once."""
+    """Bytes of the tensors; tied ones count once."""
     values: int
     aliases: dict[str, str]
     """Further names of tied tensors, each with the first one."""
     optimizers: tuple[str, ...]
     """Names under which optimizers can be loaded."""
     left_out: tuple[str, ...]
-    """By `only` and `skip`."""
+    """Names that `only` and `skip` left out."""
     notes: tuple[str, ...]
-    """What to know before loading it."""
+    """Notes to read before loading the step."""
 
 
 def convert(
@@ -156,7 +156,8 @@ def convert(
 
 
 def _tie(foreign: Foreign, tie: Mapping[str, str]) -> None:
-    """Raises FormatError where it names a tensor that is not there. Other names of one that is left out are, too."""
+    """Adds the ties. Raises FormatError if one names a tensor that is not there. If the tensor is left out, so are its
+    further names."""
     for name, first in tie.items():
         if first not in foreign.leaves and first not in foreign.left_out:
             raise FormatError(
@@ -170,11 +171,11 @@ def _nbytes(flat: Flat) -> int:
 
 
 def _look(settings: Settings, step: int, identity: str) -> tuple[bool, Unfinished | None]:
-    """Whether an earlier call has saved the step; it may have been killed since. And what one has left that was killed
-    before.
+    """Returns whether an earlier call has saved the step, even one that was killed afterwards; and what is left of a
+    call that was killed before that.
 
-    Raises StateError where later steps are in the way: a root with steps is a run's, and what is imported becomes a
-    part of its history.
+    Raises StateError if there are later steps: a root with steps belongs to a run, and an import becomes part of its
+    history.
     """
     with open_store(settings.url, settings.options) as store:
         catalog = Catalog(store)
@@ -189,8 +190,8 @@ def _look(settings: Settings, step: int, identity: str) -> tuple[bool, Unfinishe
 
 
 def _finish(settings: Settings, flat: Flat, left: Unfinished) -> bool:
-    """Commits what an earlier call has stored whole, and was killed before it could commit it; only if the source still
-    has all of that."""
+    """Commits a save that an earlier call stored whole before it was killed, if the source still has the same data.
+    Returns whether it did."""
     with open_store(settings.url, settings.options) as store:
         catalog = Catalog(store)
         committer = Committer(catalog)
@@ -205,13 +206,13 @@ def _finish(settings: Settings, flat: Flat, left: Unfinished) -> bool:
 
 
 def _reclaim(catalog: Catalog, settings: Settings) -> None:
-    """Removes the copy that a killed import has left, as a session would."""
+    """Removes the copy that a killed import left, as a session would."""
     OtherSlots(catalog.root().id, catalog.next_generation(), searched(settings.arena)).reclaim()
 
 
 def _resumable(settings: Settings, left: Unfinished | None) -> Resumable:
-    """Only packs of chunks as they are can be proved, and only a save without a part: with two, who knows which one is
-    committed."""
+    """Returns how the save may go on from an unfinished one. Only packs of raw chunks can be proved, and only a save
+    without a part can go on: with two parts, nobody knows which one is committed."""
     if left is None or left.names or settings.codec not in (CodecRules.of(AUTO), CodecRules.of(RAW)):
         return Resumable(PACK_BYTES, None)
     show(log, "an earlier import of step %d was interrupted: what it has stored is not written again", left.save.step)
@@ -243,7 +244,7 @@ def _manifest(settings: Settings, step: int) -> Iterator[tuple[Catalog, Manifest
 
 
 def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
-    """What is stored, with the source: bit by bit. Raises CorruptData."""
+    """Compares the stored step with the source, bit by bit. Raises CorruptData."""
     catalog.store.reads_once = True
     buffer, step = torch.empty(PIECE_BYTES, dtype=torch.uint8), manifest.save.step
     with progress(f"comparing step {step} with its source", _nbytes(flat)) as advance:
@@ -273,7 +274,7 @@ def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
 
 
 def _described(objects: Mapping[str, Json]) -> str:
-    """As a layout has them, once it was read."""
+    """Returns objects as a layout holds them after it was read."""
     return json.dumps(dict(objects), sort_keys=True)
 
 

@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint (DCP): a `.metadata` pickle that says which box of which tensor is where.
+"""torch.distributed.checkpoint (DCP): a `.metadata` pickle says where each box of each tensor is.
 
-It is read as data.
+The pickle is read as data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "torch.distributed.checkpoint"
 
 
 def read_dcp(directory: Path, foreign: Foreign) -> None:
-    """Adds all that a directory of DCP holds. Raises FormatError for what is damaged or not whole."""
+    """Adds everything that a directory of DCP holds. Raises FormatError if it is damaged or not whole."""
     tree = DcpDirectory(directory, foreign).tree()
     tensors = {key: value for key, value in tree.items() if isinstance(value, torch.Tensor)}
     if tensors and "model" not in tree:  # torchtitan keeps its model's tensors beside the other entries
@@ -33,7 +33,7 @@ def read_dcp(directory: Path, foreign: Foreign) -> None:
 
 
 class DcpDirectory:
-    """One directory, whose metadata is read."""
+    """One directory of DCP, whose metadata it has read."""
 
     def __init__(self, directory: Path, foreign: Foreign) -> None:
         self._directory, self._foreign = directory, foreign
@@ -45,7 +45,8 @@ class DcpDirectory:
         self._fields = self._of(read_pickle(metadata.bytes(0, metadata.nbytes, "the metadata"), self._what), "Metadata")
 
     def flat(self) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Its tensors, by the names that it has them under, and the names of all else, which is not read."""
+        """Returns its tensors by their names in the directory, and the names of all other entries, which it does not
+        read."""
         places = self._places()
         kinds = {str(name): kind for name, kind in self._dict("state_dict_metadata").items()}
         values = [name for name, kind in kinds.items() if _is_value(kind)]
@@ -54,7 +55,7 @@ class DcpDirectory:
         }, values
 
     def _places(self) -> dict[str, list[tuple[tuple[int, ...] | None, dict[str, Any]]]]:
-        """Of the shards of each entry: where in the tensor, and in which file."""
+        """Returns the offset and the file of each shard, by entry."""
         places: dict[str, list[tuple[tuple[int, ...] | None, dict[str, Any]]]] = {}
         for key, value in self._dict("storage_data").items():
             index, info = self._of(key, "MetadataIndex"), self._of(value, "_StorageInfo")
@@ -64,7 +65,7 @@ class DcpDirectory:
         return places
 
     def tree(self) -> dict[Any, Any]:
-        """Nested as it was given to dcp.save."""
+        """Returns the entries, nested as they were given to dcp.save."""
         places = self._places()
         paths = self._fields.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
@@ -99,7 +100,7 @@ class DcpDirectory:
         return self._foreign.in_boxes(self._dtype(fields.get("properties"), name), shape, pieces)
 
     def _dtype(self, properties: Any, name: str) -> torch.dtype:
-        """TensorProperties keeps itself as a tuple, its dtype first."""
+        """Returns the dtype. TensorProperties pickles itself as a tuple with the dtype first."""
         match properties:
             case Made(state=(Global(dtype), *_)) | Made(state={"dtype": Global(dtype)}):
                 return dtype_named(dtype.removeprefix("torch."), name)
@@ -130,7 +131,7 @@ class DcpDirectory:
         at[path[-1]] = value
 
     def _of(self, node: Any, name: str) -> dict[str, Any]:
-        """The fields of an object of DCP's."""
+        """Returns the fields of an object of DCP's class `name`."""
         if not isinstance(node, Made) or not node.by.startswith(_MODULE) or not node.by.endswith(f".{name}"):
             raise FormatError(f"{self._what}: has a {getattr(node, 'by', type(node).__name__)}, expected DCP's {name}")
         states = node.state if isinstance(node.state, tuple) else (node.state,)
@@ -152,12 +153,12 @@ def _are_keys(path: tuple[Any, ...]) -> bool:
 
 
 def _is_value(kind: Any) -> bool:
-    """Whether an entry is no tensor."""
+    """Returns whether an entry is not a tensor."""
     return isinstance(kind, Made) and kind.by.endswith(".BytesStorageMetadata")
 
 
 def _unflattened(node: Any) -> Any:
-    """An optimizer's state as `flatten_optimizer_state_dict` gives it, nested again."""
+    """Nests an optimizer's state again that `flatten_optimizer_state_dict` flattened."""
     if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
         return node
     if not all(key.startswith(("state.", "param_groups.")) for key in node):
@@ -178,7 +179,8 @@ def _unflattened(node: Any) -> Any:
 
 
 def _lists(node: Any, key: Any) -> Any:
-    """Paths have indices where lists were; but parameters of an optimizer's state may have numbers, too."""
+    """Turns dicts into lists again where paths have indices; parameters in an optimizer's state may have numbers,
+    too."""
     if type(node) is not dict:
         return node
     made = {inner: _lists(value, inner) for inner, value in node.items()}
@@ -188,8 +190,7 @@ def _lists(node: Any, key: Any) -> Any:
 
 
 def _numbered(node: dict[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's own state: of the numbers of its parameters, DCP makes text where they are keys of a dict, and
-    leaves that out where it is empty."""
+    """Gives an optimizer's own state its parameters' numbers back: DCP makes keys text, and omits an empty state."""
     whole = {"state": {}, **node}
     if not is_optimizer(whole):
         return node

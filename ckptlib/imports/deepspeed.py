@@ -1,4 +1,4 @@
-"""DeepSpeed: what its engine's `save_checkpoint` wrote, ZeRO 0 to 3, and universal checkpoints made of that."""
+"""DeepSpeed: checkpoints of its engine's `save_checkpoint`, ZeRO 0 to 3, and universal checkpoints made from them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _APART = {
     *("frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
     *("universal_checkpoint_info", "sparse_tensor_module_names"),
 }
-"""Entries of a file of model states that do not come over as they are."""
+"""Entries of a file of model states that are not imported as they are."""
 
 
 def is_deepspeed(source: Path) -> bool:
-    """Whether it is the directory of a tag, or the one above that names its latest tag."""
+    """Returns whether it is the directory of a tag, or the one above that names its latest tag."""
     return source.is_dir() and _directory(source) is not None
 
 
@@ -76,7 +76,7 @@ def _has_states(directory: Path) -> bool:
 
 
 def _tags(source: Path) -> Iterator[Path]:
-    """The directories that DeepSpeed's files say are the latest."""
+    """Yields the directories that DeepSpeed's files name as the latest."""
     for name in LATEST:
         path = source / name
         if path.is_file() and path.stat().st_size <= MAX_TAG_BYTES:
@@ -89,7 +89,7 @@ class _Checkpoint:
     """The files of one tag."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises FormatError for a model in parallel parts, unless it is joined in a universal checkpoint."""
+        """Raises FormatError for a model in parallel parts, unless a universal checkpoint joins them."""
         self._where = directory
         files = sorted(path for path in directory.iterdir() if path.is_file())
         self._universal = (directory / UNIVERSAL).is_dir()
@@ -112,11 +112,11 @@ class _Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of the module's parameters and buffers."""
+        """Names of the module's parameters and buffers."""
         return [str(name) for name in self._module]
 
     def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Of the parameters that are trained, by group. Parts of a model have others each."""
+        """Returns the shapes of the trained parameters, by group. Each part of a model has different ones."""
         groups: list[dict[str, tuple[int, ...]]] = []
         for state in self._states:
             for i, group in enumerate(state.get("param_shapes") or []):
@@ -126,7 +126,7 @@ class _Checkpoint:
         return groups
 
     def untrained(self) -> dict[str, Any]:
-        """What no optimizer of ZeRO has: buffers, frozen parameters, and without ZeRO all others."""
+        """Returns everything that no optimizer of ZeRO has: buffers, frozen parameters, and without ZeRO all others."""
         trained = {name for group in self._groups for name in group}
         frozen = self._frozen()
         found = {
@@ -147,13 +147,13 @@ class _Checkpoint:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether by ZeRO 3."""
+        """Whether ZeRO 3 has cut the parameters."""
         return len(self._states) > self._parts or any(
             path.name.startswith("zero_") for path in self._where.glob("*model*")
         )
 
     def _frozen(self) -> dict[str, torch.Tensor]:
-        """Those that ZeRO 3 has cut; they are put together in memory."""
+        """Returns the frozen parameters that ZeRO 3 has cut, joined in memory."""
         made = {}
         for name, shape in dict_of(self.first.get("frozen_param_shapes") or {}, "frozen_param_shapes").items():
             sizes = sized(shape, f"{self._where}: {str(name)[:200]}")
@@ -175,7 +175,7 @@ class _Checkpoint:
         return made
 
     def trained(self) -> Trained | None:
-        """None without ZeRO."""
+        """Returns the trained parameters, or None without ZeRO."""
         trained = Trained(self._where, self._groups)
         if self._universal:
             trained.add_directories(self._where / UNIVERSAL, _CLASSES)
@@ -203,7 +203,7 @@ class _Checkpoint:
         return trained
 
     def rest(self) -> dict[str, Any]:
-        """What the engine and its caller kept beside what ZeRO cuts."""
+        """Returns what the engine and its caller saved besides the data that ZeRO cuts."""
         entries = {str(key): value for key, value in self.first.items() if key not in _APART and value is not None}
         if self.first.get("lr_scheduler") is not None:
             entries["scheduler"] = self.first["lr_scheduler"]
@@ -217,7 +217,7 @@ class _Checkpoint:
 
 
 def _numbers(found: re.Match[str]) -> tuple[int, int]:
-    """Of a file: the rank among those that share a part of the model, and the part."""
+    """Returns from the name of a file the rank among those that share a part of the model, and the part."""
     return int(found[1] or 0), int(found[2])
 
 

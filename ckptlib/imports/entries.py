@@ -1,4 +1,4 @@
-"""The entries of a dict that somebody saved, one by one."""
+"""Adds the entries of a saved dict one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptlib.imports.foreign import Foreign, is_module
 
 
 def add_entries(tree: Mapping[Any, Any], foreign: Foreign) -> None:
-    """Adds each by its form; modules first, since optimizers are named by them."""
+    """Adds each entry by its form; modules first, since optimizers are named by them."""
     for key, value in sorted(tree.items(), key=lambda item: not is_module(item[1])):
         if foreign.is_object(key, ""):
             continue

@@ -1,6 +1,6 @@
-"""A foreign checkpoint: what another library saved, as named tensors and values, ready to be saved as a step.
+"""A foreign checkpoint: named tensors and values of another library, ready to be saved as a step.
 
-The readers of formats add to it; `Foreign.flat` is what the ordinary save takes. Tensors are views of mapped files.
+The readers of formats add to it; the ordinary save takes `Foreign.flat`. Tensors are views of mapped files.
 """
 
 from __future__ import annotations
@@ -28,45 +28,46 @@ from ckptlib.state.leaf import Leaf, Plain, dtype_name, identity, refuse_tensor
 from ckptlib.state.optimizers import group_path, state_path
 
 MAX_NODES = 10_000_000
-"""Items in all containers. A pickle of a few hundred bytes can name one list so often that it has 2**100."""
+"""The most items in all containers. A pickle of a few hundred bytes can name one list so often that it has 2**100."""
 
 MAX_SHOWN = 8
 
 WRAPPERS = ("_orig_mod.", "module.")
-"""What torch.compile and DistributedDataParallel put before every name of a module."""
+"""Prefixes that torch.compile and DistributedDataParallel put before every name of a module."""
 
 
 @dataclass
 class Foreign:
-    """Filled by one reader."""
+    """The tensors and values of a foreign checkpoint, which one reader adds."""
 
     kind: str
-    """What wrote it, for people."""
+    """The library that wrote it, for people."""
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
     params: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By path of an optimizer: the names of its parameters, in the order that it was given them."""
+    """Names of an optimizer's parameters, in the order that it was given them, by path of the optimizer."""
     step: int | None = None
-    """Where the source tells it."""
+    """The step, if the source tells it."""
     notes: list[str] = field(default_factory=list)
-    """What people should know of what was taken over."""
+    """Notes for people about what was imported."""
     leaves: dict[str, Leaf] = field(default_factory=dict)
     plain: dict[str, Json] = field(default_factory=dict)
     objects: dict[str, Json] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     _cut: dict[int, tuple[torch.Tensor, Sequence[tuple[Box, torch.Tensor]]]] = field(default_factory=dict)
-    """By id of a tensor without memory that stands for one in boxes."""
+    """By id of a meta tensor that stands for a tensor in boxes: itself, and the boxes."""
     _seen: dict[object, str] = field(default_factory=dict)
     _strange: dict[str, str] = field(default_factory=dict)
-    """Objects that mean nothing without their class: each with its class."""
+    """Class of each object that means nothing without its class, by name."""
     _lost: dict[str, str] = field(default_factory=dict)
-    """By name of such an object: that of the value which it is part of, and which is not taken over."""
+    """By name of such an object: the name of the value that it is part of, which is not imported."""
     _nodes: int = 0
     _effort: Effort = field(default_factory=Effort)
 
     @property
     def flat(self) -> Flat:
-        """For the save. Raises UnsupportedState for objects that mean nothing without their class."""
+        """Everything as the save takes it. Raises UnsupportedState for objects that mean nothing without their
+        class."""
         if self._strange:
             tops = sorted({name.split("/")[0] for name in self._strange})
             skips = " ".join(f"--skip '{name}'" for name in tops[:MAX_SHOWN])
@@ -78,7 +79,8 @@ class Foreign:
     def leave_out_strange(self, asked: Iterable[str]) -> None:
         """Leaves out objects that mean nothing without their class, and the values that they are part of; notes it.
 
-        `asked`: the names of all that a load fills. Raises UnsupportedState for a value at, above or below one of them.
+        `asked` are the names that a load fills. Raises UnsupportedState if such a value is at, above or below one of
+        them.
         """
         if not self._strange:
             return
@@ -95,7 +97,7 @@ class Foreign:
         self._strange.clear()
 
     def wanted(self, name: str) -> bool:
-        """Whether the caller asked for a name; what is left out is kept in mind."""
+        """Returns whether the caller asked for a name; records names that are left out."""
         asked = not self.only or any(covers(pattern, name) for pattern in self.only)
         if asked and not any(covers(pattern, name) for pattern in self.skip):
             return True
@@ -107,13 +109,13 @@ class Foreign:
     def in_boxes(
         self, dtype: torch.dtype, shape: tuple[int, ...], pieces: Sequence[tuple[Box, torch.Tensor]]
     ) -> torch.Tensor:
-        """What stands, in a tree, for a tensor that the source has in boxes."""
+        """Returns a tensor that stands, in a tree, for one that the source has in boxes."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._cut[id(tensor)] = tensor, pieces
         return tensor
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """A whole tensor, or what stands for one."""
+        """Adds a whole tensor, or one that stands for a tensor in boxes."""
         if id(tensor) in self._cut:
             self._add_pieces(name, tensor, self._cut[id(tensor)][1])
             return
@@ -128,7 +130,7 @@ class Foreign:
         self.leaves[name] = leaf if first == name else replace(leaf, tied=first)
 
     def _add_pieces(self, name: str, like: torch.Tensor, pieces: Sequence[tuple[Box, torch.Tensor]]) -> None:
-        """Raises FormatError where the boxes are not all of it."""
+        """Adds a tensor in boxes. Raises FormatError unless the boxes cover it exactly."""
         if not self.wanted(name):
             return
         self._claim(name)
@@ -151,13 +153,13 @@ class Foreign:
         self.leaves[name] = Leaf(name, dtype, shape, held, tuple(kept), None)
 
     def add_alias(self, name: str, first: str) -> None:
-        """Another name of a tensor that was added."""
+        """Adds another name of a tensor that was added."""
         if first in self.leaves and self.wanted(name):
             self._claim(name)
             self.leaves[name] = replace(self.leaves[first], name=name, tied=self.leaves[first].tied or first)
 
     def add_value(self, name: str, value: object) -> None:
-        """One plain value, containers of them included."""
+        """Adds one plain value, which may be a container of plain values."""
         if not self.wanted(name):
             return
         self._claim(name)
@@ -168,8 +170,8 @@ class Foreign:
             self.plain[name] = values.encode(value, name)
 
     def add_tree(self, node: object, path: str) -> None:
-        """Whatever a library keeps under a name: modules and optimizers by their form, containers without tensors as
-        one value."""
+        """Adds anything that a library keeps under a name: modules and optimizers by their form, containers without
+        tensors as one value."""
         self._count(1)
         if isinstance(node, torch.Tensor):
             self.add_tensor(path, node)
@@ -184,7 +186,7 @@ class Foreign:
             self.add_value(path, node)
 
     def add_module(self, state: Mapping[Any, Any], path: str) -> None:
-        """What a module's state_dict() gave."""
+        """Adds the result of a module's state_dict()."""
         prefix = ""
         while wrapper := next((w for w in WRAPPERS if _all_begin(state, prefix + w)), None):
             prefix += wrapper
@@ -194,7 +196,7 @@ class Foreign:
             self.add_tree(value, f"{path}/{str(key)[len(prefix) :]}")
 
     def add_optimizer(self, state: Mapping[Any, Any], path: str) -> None:
-        """What an optimizer's state_dict() gave: by parameter, named or numbered."""
+        """Adds the result of an optimizer's state_dict(), by parameter, named or numbered."""
         groups, entries = state["param_groups"], state["state"]
         assert isinstance(groups, (list, tuple))
         assert isinstance(entries, Mapping)
@@ -219,8 +221,8 @@ class Foreign:
         self.objects[path] = {"optimizer": {"groups": described}}
 
     def _add_entry(self, value: object, name: str) -> None:
-        """Of an optimizer's state, or an option of a group: a tensor, a plain value, or a container of tensors, which
-        comes back as it was."""
+        """Adds an entry of an optimizer's state, or an option of a group: a tensor, a plain value, or a container of
+        tensors, which comes back as it was."""
         if isinstance(value, (dict, list, tuple)) and has_tensor(value):
             if self.wanted(name):
                 self.objects[name] = self._tree(value, name, 0)
@@ -250,7 +252,7 @@ class Foreign:
         return {"tuple" if isinstance(node, tuple) else "list": items}
 
     def _names(self, path: str, ids: list[list[object]]) -> dict[object, str]:
-        """Of an optimizer's parameters: those given, those it has itself, or positions."""
+        """Returns the names of an optimizer's parameters: those given, its own, or positions."""
         flat = [number for group in ids for number in group]
         given = self.params.get(path)
         if given is not None:
@@ -268,14 +270,14 @@ class Foreign:
         return {number: f"@{i}.{j}" for i, group in enumerate(ids) for j, number in enumerate(group)}
 
     def _home_of(self, names: list[str]) -> str:
-        """The path of the module that has parameters of all these names; "" where none is the only one."""
+        """Returns the path of the only module that has parameters of all these names; "" if there is no only one."""
         last = names[-1]
         homes = [name[: -len(last) - 1] for name in self.leaves if name.endswith(f"/{last}")]
         fitting = [home for home in homes if all(f"{home}/{name}" in self.leaves for name in names)]
         return fitting[0] if len(fitting) == 1 else ""
 
     def check_params(self) -> None:
-        """That moments have the shapes of the parameters they are named by."""
+        """Checks that moments have the shapes of the parameters they are named by. Raises FormatError."""
         for path in self.params:
             if path not in self.objects:
                 raise FormatError(f"params= names {path!r}, where the source has no optimizer; it has {self._paths()}")
@@ -300,8 +302,8 @@ class Foreign:
             raise FormatError(f"{self.kind}: has two entries that would both be called {name[:200]!r}")
 
     def is_object(self, key: object, path: str) -> bool:
-        """Whether a key is one that only unpickling could make, or a tuple with such a one. It is noted, and names
-        nothing: the keys of several entries may look alike."""
+        """Returns whether only unpickling could make a key, or a part of a key that is a tuple. Records it as "a key"
+        below `path`, because the texts of several keys may look alike."""
         below = join(path, "a key")
         found = {} if isinstance(key, (str, int)) else dict(self._strange_in(key, below, 0))
         if found and self.wanted(below):
@@ -330,7 +332,7 @@ class Foreign:
 
 
 def is_optimizer(node: Mapping[Any, Any]) -> bool:
-    """Whether it has the form of what torch's optimizers give as their state."""
+    """Returns whether it has the form of a state of torch's optimizers."""
     groups = node.get("param_groups")
     return (
         isinstance(node.get("state"), Mapping)
@@ -340,7 +342,7 @@ def is_optimizer(node: Mapping[Any, Any]) -> bool:
 
 
 def is_module(node: object) -> bool:
-    """Whether it has the form of a module's state: names and tensors, and nothing else but extra states."""
+    """Returns whether it has the form of a module's state: names and tensors, and nothing else but extra states."""
     if not isinstance(node, Mapping) or not node:
         return False
     tensors = sum(isinstance(value, torch.Tensor) for value in node.values())
@@ -349,7 +351,8 @@ def is_module(node: object) -> bool:
 
 
 def _unsupported(strange: Mapping[str, str], leave_out: str) -> UnsupportedState:
-    """By name of an object: its class. `leave_out`: how the caller would do that."""
+    """Returns the error for objects, whose classes `strange` gives by name. `leave_out`: how the caller leaves them
+    out."""
     return UnsupportedState(
         f"{_shown(strange)}: objects of classes that only unpickling could make, which would run code; nothing was "
         f"unpickled. Leave them out ({leave_out}), or, if you trust the file, load it yourself with "
@@ -363,7 +366,7 @@ def _shown(strange: Mapping[str, str]) -> str:
 
 
 def _paths_to(name: str) -> Iterator[str]:
-    """The paths above a name, and itself."""
+    """Yields the paths above a name, and the name itself."""
     return accumulate(name.split("/"), "{}/{}".format)
 
 

@@ -1,7 +1,7 @@
-"""A foreign checkpoint as a step that can be loaded at once: nothing of it is saved before.
+"""A foreign checkpoint as a step that can be loaded at once, without being saved first.
 
 Its tensors are views of mapped files. A rank reads the pages in which its own shards lie, straight into its tensors.
-There are no digests to compare: what another library saved has none.
+There are no digests to compare: other libraries save none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 from ckptlib.stores.io_limits import IoLimits
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""Copied or compared at once: what is told of progress, and how much memory it may take on the way."""
+"""Bytes copied or compared at once: the step of progress, and the most memory that this takes."""
 
 
 class ForeignStep:
-    """A StepSource of one rank, as if the checkpoint had been saved by one process."""
+    """A StepSource of one rank, as if one process had saved the checkpoint."""
 
     def __init__(self, flat: Flat, where: str, step: int) -> None:
         group = SoloGroup()
@@ -69,18 +69,18 @@ class ForeignStep:
         raise AssertionError("a foreign checkpoint has no packs")
 
     def near(self, ranks: Collection[int]) -> None:
-        """Its files are as far from one rank as from another."""
+        """Returns None: its files are equally far from all ranks."""
 
     def bring(self, ranks: Collection[int]) -> None:
-        """Every rank has mapped them."""
+        """Does nothing: every rank has mapped the files."""
 
     def reader(self, rank: int) -> ForeignReader:
-        """For one rank of the job."""
+        """Returns a reader for one rank of the job."""
         return ForeignReader(self, rank)
 
 
 class ForeignReader(Reader):
-    """Copies from mapped files what a Reader would read from packs."""
+    """Copies from mapped files what a Reader reads from packs."""
 
     def __init__(self, source: ForeignStep, rank: int) -> None:
         super().__init__(source, rank)
@@ -98,7 +98,7 @@ class ForeignReader(Reader):
                     self._fill(want.name, part, piece, progress)
 
     def _fill(self, name: str, box: Box, target: torch.Tensor, progress: Callable[[int], None]) -> None:
-        """Raises CorruptData where the source lacks elements of it."""
+        """Fills a box of a tensor. Raises CorruptData if the source lacks elements of it."""
         left = box.numel
         for common, source in self._within(name, box):
             _copy(aligned(source), within(common, box, target))
@@ -109,7 +109,7 @@ class ForeignReader(Reader):
             raise CorruptData(f"{name}{box}: {self._source.where} lacks {left:,} of its elements")
 
     def _within(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """What the source has of a box, in boxes that do not overlap."""
+        """Yields the parts of a box that the source has, in boxes that do not overlap."""
         for held, tensor in self._leaves[name].pieces:
             common = held.intersect(box)
             if common is not None:
@@ -144,7 +144,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def rows_of(box: Box, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Along the first dim, in parts of PIECE_BYTES or of one row; nothing of what is empty."""
+    """Yields parts along the first dim, of PIECE_BYTES or one row; none for an empty box."""
     if not box.shape:
         yield box, tensor
     elif box.numel:

@@ -1,4 +1,4 @@
-"""Which library wrote a source, and its reader."""
+"""Finds the library that wrote a source, and its reader."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ckptlib.imports.torchsnapshot import read_torchsnapshot
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One kind of source."""
+    """One format of a source."""
 
     name: str
     fits: Callable[[Path], bool]
     reader: Callable[[Path, Foreign], None]
 
     def read(self, source: Path, foreign: Foreign) -> None:
-        """Adds what the source has. Raises FormatError for what is damaged, also where only Python notices: anything
-        may stand in the place of what the library writes."""
+        """Adds everything in the source. Raises FormatError if it is damaged, even if only Python notices: a source may
+        hold anything in place of what the library writes."""
         try:
             self.reader(source, foreign)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -43,7 +43,7 @@ class Format:
 
 
 def format_of(source: Path) -> Format:
-    """Raises FormatError where nothing here reads it."""
+    """Returns the format of a source. Raises FormatError if no reader fits."""
     if not source.exists():
         raise FormatError(f"{source}: does not exist")
     for known in FORMATS:
@@ -66,7 +66,7 @@ def format_of(source: Path) -> Format:
 
 
 def _may_be_meant(path: Path) -> bool:
-    """Whether it is a file of torch.save; not where nobody may read it, which is nothing to fail for."""
+    """Returns whether it is a file of torch.save. A file that cannot be opened is none, and no reason to fail."""
     try:
         return path.is_file() and is_torch_file(path)
     except OSError:
@@ -97,7 +97,7 @@ def _read_torch(source: Path, foreign: Foreign) -> None:
 
 
 def _add_lightning(tree: Mapping[Any, Any], foreign: Foreign) -> None:
-    """Its module as `model`, its optimizers and schedulers one by one."""
+    """Adds its module as `model`, its optimizers and schedulers one by one."""
     names = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
     rest: dict[Any, Any] = {key: value for key, value in tree.items() if key not in names}
 

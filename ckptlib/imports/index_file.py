@@ -1,4 +1,4 @@
-"""An index: a JSON file that says which file beside it has which tensor, as transformers and ColossalAI write it."""
+"""Indexes: JSON files that say which file beside them has which tensor, as transformers and ColossalAI write them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ckptlib.imports.mapped import Mapped, inside
 MAX_BYTES = 100_000_000
 
 SUFFIX = ".index.json"
-"""Ends the name of an index, after the name of the one file that would have all."""
+"""Suffix of an index's name, after the name that one file with everything would have."""
 
 T = TypeVar("T")
 
 
 def read_indexed(index: Path, read: Callable[[Path], Mapping[Any, T]]) -> dict[str, T]:
-    """All that the files of an index have, by name. `read` gives what one file has.
+    """Returns everything in the files of an index, by name. `read` returns the content of one file.
 
-    Raises FormatError where the index and the files do not tell of the same names.
+    Raises FormatError if the index and the files do not have the same names.
     """
     places = _places(index)
     files = {
@@ -41,8 +41,8 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[Any, T]]) -> dict[s
 
 
 def index_of(directory: Path, pattern: str) -> Path | None:
-    """The index of a directory. Raises FormatError where it has several, or one file by the name of the whole, too,
-    which transformers would take: either may be of an earlier save."""
+    """Returns the index of a directory, or None. Raises FormatError if there are several, or also one file with the
+    name of the whole, which transformers would take: either may be of an earlier save."""
     found = sorted(directory.glob(pattern))
     if len(found) > 1:
         names = ", ".join(index.name for index in found)
@@ -56,16 +56,16 @@ def index_of(directory: Path, pattern: str) -> Path | None:
         raise FormatError(
             f"{directory}: has {whole.name}, and the files of {found[0].name}; give a path that has only what is meant"
         )
-    return None  # transformers removes the files of an earlier save, and leaves their index
+    return None  # transformers removes the files of an earlier save, but not their index
 
 
 def has_files(index: Path) -> bool:
-    """Whether any file of an index is there. Raises FormatError."""
+    """Returns whether any file of an index is there. Raises FormatError."""
     return any(os.path.exists(index.parent / name) for name in set(_places(index).values()))  # False for any nonsense
 
 
 def _places(index: Path) -> dict[str, str]:
-    """The file that has it, by name."""
+    """Returns the file of each name."""
     places = document_of(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise FormatError(f"{index}: has no weight_map from names to files")
@@ -73,14 +73,15 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def document_of(index: Path) -> dict[str, Any]:
-    """All that an index says. Raises FormatError for what is no file: a link to a device never ends."""
+    """Returns the whole content of an index. Raises FormatError if it is no regular file: a link to a device never
+    ends."""
     mapped = Mapped(index)
     nbytes = mapped.nbytes if mapped.nbytes <= MAX_BYTES else 0
     return json_of(mapped.bytes(0, nbytes, "the index"), str(index))
 
 
 def json_of(data: bytes, what: str) -> dict[str, Any]:
-    """An object. Raises FormatError for what is none, and for names that stand twice."""
+    """Returns a JSON object. Raises FormatError if it is none, or has a name twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)

@@ -1,4 +1,4 @@
-"""Files of a source, mapped: their bytes as tensors without being read, and names that stay inside of the source."""
+"""Mapped files of a source: their bytes as tensors without being read, and names that stay inside the source."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ class Mapped:
     """One file, mapped for reading. The system may drop its pages at any time, so it takes no memory of its own."""
 
     def __init__(self, path: Path) -> None:
-        """Raises FormatError where there is no such file."""
+        """Raises FormatError if there is no such file."""
         self.path = path
         try:
-            # a FIFO would be waited for
+            # opening a FIFO would wait
             with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise FormatError(f"{path}: is no file")
                 self.nbytes = status.st_size
-                # private and writable: torch wants memory that it could write to; nothing ever does
+                # private and writable: torch wants memory that it could write to; nothing ever writes to it
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.nbytes else None
         except OSError as error:
             raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def bytes(self, offset: int, nbytes: int, what: str) -> bytes:
-        """A copy. Raises FormatError for what is not within the file."""
+        """Returns a copy. Raises FormatError for a range that is not within the file."""
         self._check(offset, nbytes, what)
         return b"" if self._map is None else self._map[offset : offset + nbytes]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """1-d, of the file's own bytes, wherever they begin: whoever computes with it takes what `aligned` gives.
+        """Returns a 1-d tensor of the file's own bytes, which may begin anywhere: before computing with it, pass it to
+        `aligned`.
 
-        Raises FormatError for what is not within the file.
+        Raises FormatError for a range that is not within the file.
         """
         nbytes = numel * dtype.itemsize
         self._check(offset, nbytes, what)
@@ -56,9 +57,10 @@ class Mapped:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements where torch may compute with them: in a file, as in those of DCP, they begin at any byte.
+    """Returns the same elements aligned for torch to compute with: in files, such as those of DCP, they begin at any
+    byte.
 
-    A copy, contiguous, of what does not begin at a multiple of its dtype's size.
+    The result is a contiguous copy if they do not begin at a multiple of the dtype's size.
     """
     if tensor.data_ptr() % tensor.itemsize == 0:
         return tensor
@@ -67,19 +69,20 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """A file of a source, by the name that another file of it has. Raises FormatError for a name that leads out."""
+    """Returns the path of a file that another file of a source names. Raises FormatError for a name that leads
+    outside."""
     pure = PurePosixPath(name)
     if not name or pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
         raise FormatError(f"{directory}: names the file {name[:200]!r}, which is not inside of it; nothing was read")
     path = directory / name
-    # hubs keep files as links to another directory of theirs, so a link is taken as it is
+    # hubs keep files as links into another directory of theirs, so links are followed
     if not path.is_file():
         raise FormatError(f"{path}: is missing, but {directory} names it; was it copied whole?")
     return path
 
 
 def dtype_named(name: str, what: str) -> torch.dtype:
-    """torch's dtype. Raises FormatError for what is none that can be saved."""
+    """Returns torch's dtype of this name. Raises FormatError if there is none that can be saved."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not dtypes.known(name):
         raise FormatError(f"{what}: has the dtype {name[:80]!r}, which this version of ckptlib cannot save")
@@ -87,7 +90,7 @@ def dtype_named(name: str, what: str) -> torch.dtype:
 
 
 def sized(shape: object, what: str) -> tuple[int, ...]:
-    """A shape or offset as ints that are not negative, which torch can multiply. Raises FormatError."""
+    """Returns a shape or offset as non-negative ints whose product torch can hold. Raises FormatError."""
     numbers = strided(shape, what)
     if numel_of(tuple(filter(None, numbers))) >= 2**63:
         raise FormatError(f"{what}: {str(shape)[:200]} is no shape: no tensor has so many elements")
@@ -95,7 +98,7 @@ def sized(shape: object, what: str) -> tuple[int, ...]:
 
 
 def strided(strides: object, what: str) -> tuple[int, ...]:
-    """The same of strides, of which each counts for itself."""
+    """Returns strides as non-negative ints; their product has no limit. Raises FormatError."""
     numbers = tuple(strides) if isinstance(strides, (tuple, list)) else (None,)
     if len(numbers) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise FormatError(f"{what}: {str(strides)[:200]} is no shape")
@@ -103,7 +106,7 @@ def strided(strides: object, what: str) -> tuple[int, ...]:
 
 
 def numel_of(shape: tuple[int, ...]) -> int:
-    """Exact, whatever a file says."""
+    """Returns the exact product, whatever a file says."""
     found = 1
     for n in shape:
         found *= n

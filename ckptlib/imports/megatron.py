@@ -1,7 +1,7 @@
-"""Megatron-core's `torch_dist` checkpoints: DCP's files, and a `common.pt` of what all ranks share.
+"""Megatron-core's `torch_dist` checkpoints: DCP's files, and a `common.pt` with the data that all ranks share.
 
 Names and shapes are the checkpoint's own: the layers of a model are one tensor with a leading dim, and tensor-parallel
-parts are whole again.
+parts are joined.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 
 
 def is_megatron(source: Path) -> bool:
-    """Whether it is the directory of one iteration, or the one above that names its latest."""
+    """Returns whether it is the directory of one iteration, or the one above that names its latest."""
     return source.is_dir() and _directory(source) is not None
 
 
 def read_megatron(source: Path, foreign: Foreign) -> None:
-    """Adds the model's tensors as `model`, the optimizer's as `optimizer`, by name of a parameter, and what
-    `common.pt` has. Raises FormatError for what is damaged or not whole.
+    """Adds the model's tensors as `model`, the optimizer's as `optimizer`, by name of a parameter, and the content of
+    `common.pt`. Raises FormatError if anything is damaged or not whole.
     """
     directory = _directory(source)
     assert directory is not None
@@ -60,7 +60,7 @@ def read_megatron(source: Path, foreign: Foreign) -> None:
 
 
 def _add_optimizer(tensors: Mapping[str, torch.Tensor], common: Mapping[Any, Any], foreign: Foreign) -> None:
-    """State that is stored by parameter. Which parameters a group has is not stored: they come over as one group."""
+    """Adds state that is stored by parameter, as one group: the files do not tell which parameters a group has."""
     state: dict[str, dict[str, Any]] = {}
     buckets = []
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def _add_optimizer(tensors: Mapping[str, torch.Tensor], common: Mapping[Any, Any
 
 
 def _without_strange(node: Any, path: str) -> Iterator[str]:
-    """Takes what only unpickling could make out of dicts, and names it. Each stands once: they are not shared."""
+    """Removes objects that only unpickling could make from dicts, and yields their names. Dicts are not shared."""
     for key, value in list(node.items()):
         below = f"{path}/{key}" if path else str(key)
         if isinstance(value, dict):

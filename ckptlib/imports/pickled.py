@@ -1,8 +1,8 @@
-"""A pickle read as data: what it would make is written down, and nothing is imported, called or made.
+"""Reads a pickle as data: records what it would make, and imports, calls and makes nothing.
 
-A checkpoint of another library says what it holds in a pickle. Loading one runs code; parsing one does not. Classes and
-functions come out as their names, what they would be called with as a `Made`. It is for the reader of a format to say
-which names mean what; all others stay what they are, names.
+A checkpoint of another library describes its content in a pickle. Loading one runs code; parsing one does not. Classes
+and functions become their names, and calls become a `Made`. The reader of a format decides which names mean something;
+all others stay names.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any
 from ckptlib.errors import FormatError
 
 MAX_BYTES = 2**31
-"""Of a pickle without the data of its tensors."""
+"""The most bytes of a pickle without the data of its tensors."""
 
 MAX_WEIGHT = 2**27
-"""Values that a walk would meet. A pickle of a few hundred bytes can name one list so often that it meets 2**100."""
+"""The most values that a walk meets. A pickle of a few hundred bytes can name one list so often that it meets
+2**100."""
 
 MAX_KEY_WEIGHT = 1000
-"""The same of what is hashed, key of a dict or member of a set, which nothing interrupts."""
+"""The same limit for keys of a dict and members of a set: hashing them cannot be interrupted."""
 
 MAX_INT_BITS = 2**13
-"""Python writes no int of more than 4,300 digits in decimal, and names and messages have them so."""
+"""Python writes no int of more than 4,300 digits in decimal, as names and messages do."""
 
 MAX_DEPTH = 300
 
@@ -40,28 +41,28 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """What a call would have given."""
+    """Record of a call, and of what it would have returned."""
 
     by: str
     """Name of the class or function."""
     arguments: tuple[Any, ...]
     state: Any = None
-    """What it would have been given by `__setstate__`."""
+    """The state that `__setstate__` would have got."""
     items: dict[Any, Any] = field(default_factory=dict)
-    """What would have been set in it by key."""
+    """The items that would have been set in it by key."""
     appended: list[Any] = field(default_factory=list)
-    """What would have been appended to it."""
+    """The items that would have been appended to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """What the pickle leaves to whoever reads it to find, such as a tensor's storage."""
+    """An object that the pickle leaves to its reader to find, such as a tensor's storage."""
 
     id: Any
 
 
 class _Mark:
-    """Where a container's items begin on the stack."""
+    """Marks where a container's items begin on the stack."""
 
 
 _MARK = _Mark()
@@ -85,9 +86,9 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_pickle(data: bytes, what: str) -> Any:
-    """What a pickle says, as dict, list, tuple, plain values, `Global`, `Made` and `Persistent`.
+    """Returns the content of a pickle as dict, list, tuple, plain values, `Global`, `Made` and `Persistent`.
 
-    `what`: the source, for errors. Raises FormatError for what is no whole pickle.
+    `what`: the source, for errors. Raises FormatError if the pickle is not whole.
     """
     if len(data) > MAX_BYTES:
         raise FormatError(f"{what}: a pickle of {len(data)} bytes; expected at most {MAX_BYTES} beside the tensors")
@@ -135,7 +136,7 @@ def _read(data: bytes) -> Any:
 
 
 def _weight(node: Any, known: dict[int, int], depth: int) -> int:
-    """How many values a walk through a node meets. Raises ValueError where that would not end in time."""
+    """Returns how many values a walk through a node meets. Raises ValueError if the walk would take too long."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     inner: list[Any]
@@ -150,7 +151,7 @@ def _weight(node: Any, known: dict[int, int], depth: int) -> int:
     else:
         return 1
     if id(node) not in known:
-        known[id(node)] = 1  # of what contains itself; who walks through that has a limit of levels
+        known[id(node)] = 1  # for a container that contains itself; a walk through it has a limit of levels
         known[id(node)] = total = 1 + sum(_weight(item, known, depth + 1) for item in inner)
         if total > MAX_WEIGHT:
             raise ValueError(f"more than {MAX_WEIGHT} values, one within the other")
@@ -158,7 +159,7 @@ def _weight(node: Any, known: dict[int, int], depth: int) -> int:
 
 
 def _apply(name: str, argument: Any, stack: list[Any]) -> None:
-    """The opcodes that take from the stack."""
+    """Applies an opcode that takes from the stack."""
     match name:
         case "POP":
             stack.pop()
@@ -241,7 +242,7 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
 
 
 def _hashable(key: Any) -> Any:
-    """A key as it is; of what was made, itself: two that are alike stay two."""
+    """Checks and returns a key as it is. A `Made` is hashed by identity: two that are alike stay two."""
     if not isinstance(key, (str, int)) and _weight(key, {}, 0) > MAX_KEY_WEIGHT:
         raise ValueError(f"a key of more than {MAX_KEY_WEIGHT} values")
     hash(key)

@@ -1,4 +1,4 @@
-"""safetensors: one file, or a directory of them as Hugging Face keeps it, with an index that says what is where."""
+"""safetensors: one file, or a directory of them as Hugging Face writes it, with an index that says what is where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEADER = 100_000_000
 """The format's own limit."""
 
 WHOLE = "model.safetensors"
-"""As transformers calls the one file of a model."""
+"""transformers' name for the only file of a model."""
 INDEX = f"*.safetensors{SUFFIX}"
 
 _DTYPES = {
@@ -43,12 +43,12 @@ _DTYPES = {
 
 
 def has_model(directory: Path) -> bool:
-    """Whether transformers would take safetensors from a directory, whatever else it has."""
+    """Returns whether transformers would load safetensors from a directory, whatever else it has."""
     return (directory / WHOLE).exists() or any(map(has_files, directory.glob(INDEX)))
 
 
 def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file, an index or a directory, as views of the files. Raises FormatError."""
+    """Returns all tensors of a file, an index or a directory, as views of the files. Raises FormatError."""
     if source.is_file() and source.suffix != ".json":
         return _read_file(source)
     index = source if source.is_file() else index_of(source, INDEX)
@@ -66,7 +66,7 @@ def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_all_there(files: Sequence[Path]) -> None:
-    """Raises FormatError where names tell of files that are not there."""
+    """Raises FormatError if numbered names tell of files that are not there."""
     names = {file.name for file in files}
     for file in files:
         numbered = re.fullmatch(r"(.+)-[0-9]{5}-of-([0-9]{5})", file.stem)

@@ -1,7 +1,7 @@
-"""A file of `torch.save`: its objects, with tensors that are views of the file.
+"""Reads a file of `torch.save`: its objects, with tensors that are views of the file.
 
-The pickle inside is read as data (`ckptlib.imports.pickled`): no class is imported, no function called. Knows the few
-names that torch and numpy make tensors, arrays and plain values by.
+The pickle inside is read as data (`ckptlib.imports.pickled`): no class is imported, no function called. This module
+knows the few names by which torch and numpy make tensors, arrays and plain values.
 """
 
 from __future__ import annotations
@@ -45,34 +45,35 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Strange:
-    """An object of a class that means nothing here. It was not made."""
+    """An object of a class that is not known here. It was not made."""
 
     by: str
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether it begins as a file of torch.save does since torch 1.6."""
+    """Returns whether it begins like a file of torch.save since torch 1.6."""
     with path.open("rb") as file:
         return file.read(4) == MAGIC
 
 
 Classes = Mapping[str, Callable[[Any], Any]]
-"""By name of a class: what its objects are here, given the state that they were saved with."""
+"""By name of a class: a function from an object's saved state to what replaces the object."""
 
 
 def read_torch_file(mapped: Mapped, begin: int = 0, nbytes: int | None = None, classes: Classes | None = None) -> Any:
-    """What was given to torch.save: dict, list, tuple, plain values, tensors that are views of the file, and `Strange`.
+    """Returns the object given to torch.save: dict, list, tuple, plain values, tensors that are views of the file,
+    `Strange`.
 
     A contiguous tensor may begin at any byte: see `aligned`.
 
-    `begin`, `nbytes`: where in the file, if not all of it; `classes`: what else a library saves, so that it is not
-    Strange. Raises FormatError for what is no such file, or damaged.
+    `begin`, `nbytes`: the range of the file, if not all of it; `classes`: further classes that are not Strange. Raises
+    FormatError if the file is none of torch.save, or damaged.
     """
     return _TorchFile(mapped, begin, mapped.nbytes - begin if nbytes is None else nbytes, classes or {}).objects()
 
 
 class _Window:
-    """A part of a mapped file, as zipfile wants it."""
+    """A part of a mapped file, with the interface that zipfile needs."""
 
     def __init__(self, mapped: Mapped, begin: int, nbytes: int) -> None:
         self._mapped, self._begin, self._nbytes, self._at = mapped, begin, nbytes, 0
@@ -137,7 +138,7 @@ class _TorchFile:
         return self._mapped.bytes(offset, info.file_size, name)
 
     def _data_offset(self, info: zipfile.ZipInfo) -> int:
-        """Where an entry's bytes begin: behind a header of its own, of which the directory has no size."""
+        """Returns where an entry's bytes begin: behind its own header, whose size the directory does not give."""
         header = self._mapped.bytes(self._begin + info.header_offset, 30, info.filename)
         if header[:4] != MAGIC:
             raise FormatError(f"{self._what}: {info.filename} is not where the archive's directory says")
@@ -154,7 +155,7 @@ class _TorchFile:
             key = id(node)
             if key not in self._known:
                 self._known[key] = self._container(node, depth)
-                self._keep.append(node)  # no other gets its id
+                self._keep.append(node)  # so that no other node gets its id
             return self._known[key]
         if kind is Global:
             return self._named(node.name)
@@ -190,7 +191,7 @@ class _TorchFile:
     # Tensors
 
     def _storage(self, node: Any) -> tuple[torch.Tensor, torch.dtype]:
-        """All of a storage, 1-d, and its dtype."""
+        """Returns all of a storage as bytes, 1-d, and its dtype."""
         match node:
             case Persistent(("storage", Global(name), str(key), _, int(numel))) if name.startswith("torch."):
                 word = name.rpartition(".")[2]
@@ -235,7 +236,7 @@ class _TorchFile:
             )
         typed = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         found = typed.as_strided(sizes, steps, offset)
-        return found if found.is_contiguous() else aligned(found)  # a save computes with what is not
+        return found if found.is_contiguous() else aligned(found)  # a save computes with strided ones
 
 
 def _key(key: Any) -> Any:
@@ -262,8 +263,8 @@ def _tensor_v3(file: _TorchFile, node: Made, real: Real) -> Any:
 
 
 def _with_bits(tensor: torch.Tensor, last: Sequence[Any], real: Real) -> torch.Tensor:
-    """A conjugate, or the negative that its imaginary part is, shares the memory of what it was made of: torch notes a
-    bit for it, as the last argument."""
+    """Applies the bits of a conjugate or negative view: it shares the memory of its original, and torch saves the bits
+    as the last argument."""
     bits = real(last[0]) if last else None
     if not bits:
         return tensor
@@ -280,7 +281,8 @@ def _parameter(file: _TorchFile, node: Made, real: Real) -> Any:
 
 
 def _with_attributes(file: _TorchFile, node: Made, real: Real) -> Any:
-    """A tensor on which somebody set attributes, which are left out. A subclass may mean its elements otherwise."""
+    """Returns a tensor without the attributes that somebody set on it. A subclass, whose elements may mean something
+    else, becomes Strange."""
     match node.arguments:
         case (Global(made_by), Global("torch.Tensor" | "torch.nn.parameter.Parameter"), tuple(arguments), _):
             return real(Made(made_by, arguments))
@@ -325,14 +327,14 @@ def _complex(file: _TorchFile, node: Made, real: Real) -> Any:
 
 
 def _no_bytes(file: _TorchFile, node: Made, real: Real) -> Any:
-    """An empty one, as protocol 2 writes it; empty arrays have one, too."""
+    """Returns empty bytes, as protocol 2 writes them, also in empty arrays."""
     if node.arguments:
         raise ValueError("arguments for bytes that are empty")
     return b""
 
 
 def _encoded(file: _TorchFile, node: Made, real: Real) -> Any:
-    """bytes, as protocol 2 writes them."""
+    """Returns bytes, as protocol 2 writes them."""
     text, encoding = node.arguments
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(encoding)

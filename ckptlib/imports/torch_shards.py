@@ -1,4 +1,4 @@
-"""Files of torch.save in shards, with an index: older models of transformers, ColossalAI's models and optimizers."""
+"""torch.save files in shards, with an index: older models of transformers, ColossalAI's models and optimizers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckptlib.imports.torch_file import read_torch_file
 MODEL = "*model.bin.index.json"
 OPTIMIZER = "*optim.bin.index.json"
 MODEL_DIRECTORY, OPTIMIZER_DIRECTORY = "modeling", "optimizer"
-"""As ColossalAI's examples call them, side by side."""
+"""Directories of ColossalAI's examples, side by side."""
 
 
 def is_torch_shards(source: Path) -> bool:
-    """Whether a directory has an index of such files, or two directories that have one each."""
+    """Returns whether a directory has an index of such files, or two directories that have one each."""
     return source.is_dir() and any(_index(directory, pattern) for directory, pattern in _places(source))
 
 
@@ -45,8 +45,8 @@ def _places(source: Path) -> list[tuple[Path, str]]:
 
 
 def _index(directory: Path, pattern: str) -> Path | None:
-    """None where transformers would take safetensors in its place; also where none of its files is there, as for
-    whoever fetches a model's safetensors and JSON files."""
+    """Returns the index, or None if transformers would load safetensors instead. Also returns None if none of the files
+    is there, as when somebody downloads only a model's safetensors and JSON files."""
     if pattern == MODEL and has_model(directory):
         return None
     index = index_of(directory, pattern)
@@ -55,7 +55,7 @@ def _index(directory: Path, pattern: str) -> Path | None:
 
 
 def _optimizer(index: Path) -> dict[str, Any]:
-    """As its state_dict() was. The index names the file of the groups of parameters."""
+    """Returns the optimizer's state_dict(). The index names the file of its parameter groups."""
     state = read_indexed(index, _read)
     metadata = document_of(index).get("metadata")
     name = metadata.get("param_groups") if isinstance(metadata, dict) else None

@@ -1,4 +1,4 @@
-"""torchsnapshot: a `.snapshot_metadata` manifest in JSON, and files that it names."""
+"""torchsnapshot: a `.snapshot_metadata` manifest in JSON, and the files that it names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_DEPTH = 100
 
 
 def read_torchsnapshot(directory: Path, foreign: Foreign) -> None:
-    """Adds what rank 0 saved, and of sharded tensors the shards of all ranks. Raises FormatError."""
+    """Adds what rank 0 saved, and the shards of all ranks for sharded tensors. Raises FormatError."""
     snapshot = _Snapshot(directory, foreign)
     add_entries(snapshot.tree(), foreign)
     if snapshot.own_elsewhere:
@@ -57,7 +57,7 @@ class _Snapshot:
         ]
 
     def tree(self) -> dict[str, Any]:
-        """By the keys of the app state that torchsnapshot was given."""
+        """Returns the entries by the keys of the app state that torchsnapshot was given."""
         keys = self._below.get("0", [])
         if not keys:
             raise FormatError(f"{self._what}: tells of nothing that rank 0 saved")
@@ -124,7 +124,8 @@ class _Snapshot:
         return mapped.tensor(begin, numel_of(shape), dtype, path).view(shape)
 
     def _in_boxes(self, path: str, kind: str) -> torch.Tensor:
-        """Of all ranks: each tells of the shards that it wrote. But one in chunks may be each rank's own, and whole."""
+        """Returns a tensor from the shards of all ranks, each of which lists those that it wrote. A ChunkedTensor that
+        is not replicated is rank 0's own, and whole."""
         name = _apart(path)
         own = kind == "ChunkedTensor" and self._manifest[path].get("replicated") is False
         pieces: dict[Box, torch.Tensor] = {}
@@ -152,5 +153,5 @@ class _Snapshot:
 
 
 def _apart(path: str) -> str:
-    """A path without its rank."""
+    """Returns a path without its rank."""
     return path.partition("/")[2]

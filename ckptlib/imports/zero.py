@@ -1,6 +1,6 @@
-"""What DeepSpeed's optimizer states have of each parameter: ZeRO 1 and 2, ZeRO 3, and universal checkpoints.
+"""Parameters in DeepSpeed's optimizer states: ZeRO 1 and 2, ZeRO 3, and universal checkpoints.
 
-A rank's file has runs of parameters as flat tensors: of their fp32 weights, and of what the optimizer keeps. ZeRO 1 and
+A rank's file has flat tensors with runs of parameters: of their fp32 weights, and of the optimizer's state. ZeRO 1 and
 2 cut all parameters of a group together, ZeRO 3 each one. A universal checkpoint has a directory per parameter.
 """
 
@@ -27,11 +27,11 @@ CONVERT = (
 )
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By name of a parameter."""
+"""Shape of each parameter, by name."""
 
 
 def dict_of(node: Any, what: str) -> Mapping[Any, Any]:
-    """Raises FormatError for what is none."""
+    """Returns the node. Raises FormatError if it is no dict."""
     if not isinstance(node, Mapping):
         raise FormatError(f"{what} is a {type(node).__name__}, expected a dict as DeepSpeed saves")
     return node
@@ -41,7 +41,7 @@ class Trained:
     """The parameters that an optimizer trains, from all ranks' files."""
 
     def __init__(self, where: Path, groups: Sequence[Shapes]) -> None:
-        """`groups`: what is cut together, in the order in which ranks cut it."""
+        """`groups`: the parameters that are cut together, in the order in which ranks cut them."""
         self._where, self._groups = where, groups
         self.shapes = {name: shape for group in groups for name, shape in group.items()}
         self._runs: dict[str, dict[str, list[tuple[int, torch.Tensor]]]] = {}
@@ -49,11 +49,11 @@ class Trained:
         self._options: Sequence[Mapping[str, Any]] = ()
 
     def weights(self, foreign: Foreign) -> dict[str, torch.Tensor]:
-        """In fp32, by name. Raises FormatError where ranks' files lack any."""
+        """Returns the fp32 weights, by name. Raises FormatError if the ranks' files lack any."""
         return {name: self._tensor(foreign, name, WEIGHTS) for name in self.shapes}
 
     def state(self, foreign: Foreign) -> dict[str, Any]:
-        """As an optimizer's state_dict() with names instead of numbers. Raises FormatError as `weights` does."""
+        """Returns an optimizer's state_dict() with names instead of numbers. Raises FormatError as `weights` does."""
         entries: dict[str, dict[str, Any]] = {}
         for name in self.shapes:
             kinds = [kind for kind in self._runs.get(name, {}) if kind != WEIGHTS]
@@ -63,7 +63,7 @@ class Trained:
         return {"state": entries, "param_groups": list(self._described())}
 
     def _described(self) -> Iterator[dict[str, Any]]:
-        """Groups of parameters with their options. One group may have been cut in several steps."""
+        """Yields groups of parameters with their options. One group may have been cut in several steps."""
         steps = iter(self._groups)
         for options in self._options or [{"params": [0]} for _ in self._groups]:
             taken = [next(steps, {}) for _ in options.get("params", ())]
@@ -73,7 +73,7 @@ class Trained:
             raise FormatError(f"{self._where}: has more groups of parameters than of options")
 
     def _tensor(self, foreign: Foreign, name: str, kind: str) -> torch.Tensor:
-        """What stands for one in boxes."""
+        """Returns a tensor that stands for one in boxes."""
         what, shape = f"{self._where}: {name[:200]}: {kind}", self.shapes[name]
         runs = sorted(self._runs.get(name, {}).get(kind, []), key=lambda run: run[0])
         at = 0
@@ -94,7 +94,7 @@ class Trained:
     # What the ranks' files have
 
     def add_cut_together(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """ZeRO 1 and 2: a rank has a part of what all parameters of a group are, one behind the other."""
+        """Adds states of ZeRO 1 and 2: a rank has a part of all parameters of a group, joined one behind the other."""
         ends: dict[str, int] = {}
         for state in states:
             base = state.get("base_optimizer_state")
@@ -122,7 +122,8 @@ class Trained:
                     self._take(name, {**entry, WEIGHTS: flat}, begin, start, numel)
 
     def add_cut_apart(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """ZeRO 3: a rank has a part of each parameter, those of several parameters one behind the other."""
+        """Adds states of ZeRO 3: a rank has a part of each parameter, with parts of several parameters one behind the
+        other."""
         for rank, state in enumerate(states):
             flats = state.get("fp32_flat_groups")
             entries = self._entries(dict_of(state.get("optimizer_state_dict"), f"{self._where}: optimizer_state_dict"))
@@ -135,7 +136,7 @@ class Trained:
                 self._take(name, {**entries[segment], WEIGHTS: flats[segment]}, begin, start, numel)
 
     def _places(self, lengths: Sequence[int], ranks: int) -> Iterator[tuple[str, int, int, int]]:
-        """Of each parameter: its flat tensor, where in that it begins, and how much of it each rank has."""
+        """Yields for each parameter its flat tensor, where it begins in that, and how much of it each rank has."""
         segment, start = 0, 0
         for name, shape in self.shapes.items():
             share = -(-numel_of(shape) // ranks)
@@ -152,8 +153,8 @@ class Trained:
             start += share
 
     def add_directories(self, home: Path, classes: Mapping[str, Any]) -> None:
-        """A universal checkpoint: files by parameter and kind, whole tensors. Those of parallel parts are joined, and
-        have other shapes than the parts had.
+        """Adds a universal checkpoint: files with whole tensors, by parameter and kind. Parallel parts are joined, so
+        the shapes differ from those of the parts.
         """
         state = dict_of(read_torch_file(Mapped(home / OPTIMIZER_STATE), classes=classes), f"{home / OPTIMIZER_STATE}")
         steps = [entry["step"] for entry in self._numbered(state.get("optimizer_state_dict")) if "step" in entry]
@@ -169,7 +170,7 @@ class Trained:
             if not isinstance(weights, torch.Tensor):
                 raise FormatError(f"{home / name}: has no {WEIGHTS}.pt with a tensor; was the directory copied whole?")
             shape = self.shapes[name] = self._joined(self.shapes[name], tuple(weights.shape), home / name)
-            if steps:  # of ZeRO 3: one for all
+            if steps:  # ZeRO 3 has one for all parameters
                 self._plain.setdefault(name, {})["step"] = _own(steps[0])
             for kind, value in found.items():
                 if isinstance(value, torch.Tensor) and (value.dim() or not shape) and kind != "step":
@@ -182,7 +183,7 @@ class Trained:
 
     @staticmethod
     def _joined(part: tuple[int, ...], stored: tuple[int, ...], where: Path) -> tuple[int, ...]:
-        """The shape of a whole parameter: ZeRO 3's are stored flat; parallel parts were joined along a dim."""
+        """Returns the shape of a whole parameter: ZeRO 3's are stored flat; parallel parts were joined along a dim."""
         if numel_of(stored) == numel_of(part):
             return part
         if len(stored) != len(part) or any(whole % size for whole, size in zip(stored, part, strict=True) if size):
@@ -190,7 +191,7 @@ class Trained:
         return stored
 
     def _take(self, name: Any, kinds: Mapping[Any, Any], begin: int, start: int, numel: int) -> None:
-        """Of each kind a run of a flat tensor, or what is one value for all parameters of it."""
+        """Records a run of a flat tensor for each kind, or the one value that all elements of the parameter share."""
         if name not in self.shapes:
             raise FormatError(
                 f"{self._where}: {str(name)[:200]} has optimizer state, but the model has no such parameter"
@@ -218,7 +219,8 @@ class Trained:
         return value
 
     def _entries(self, base: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
-        """What an optimizer keeps of each of its flat parameters, in their order; keeps the first rank's options."""
+        """Returns the optimizer's state of each of its flat parameters, in their order; records the first rank's
+        options."""
         groups = self._groups_of(base)
         self._options = self._options or groups
         entries = dict_of(base.get("state"), f"{self._where}: an optimizer's state")
@@ -236,5 +238,5 @@ class Trained:
 
 
 def _own(value: Any) -> Any:
-    """Of each parameter its own: one tensor in several places would be tied."""
+    """Returns a tensor of its own for each parameter: one tensor in several places would be tied."""
     return value.clone() if isinstance(value, torch.Tensor) else value
