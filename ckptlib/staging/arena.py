@@ -27,16 +27,16 @@ NEVER = 2**62
 
 
 def directories(given: Path | None) -> list[Path]:
-    """Where the slots of a job may be that was given this directory, the usual one first.
+    """Returns where the slots of a job that was given this directory may be, the usual place first.
 
-    Each by its real path: a process that opened one of its own slots by another path would drop its locks on it.
+    Each is a real path: a process that opened one of its own slots by another path would drop its locks on it.
     """
     return [Path(os.path.realpath(path)) for path in (files.usual() if given is None else (given,))]
 
 
 def searched(given: Path | None) -> list[Path]:
-    """Where the slots of other jobs may be, and the files of their writers, for one that was given this directory: they
-    may have been given none."""
+    """Returns where other jobs' slots, and the files of their writers, may be, for a job that was given this directory:
+    the others may have been given none."""
     return [*dict.fromkeys([*directories(given), *filter(os.path.isdir, directories(None))])]
 
 
@@ -46,10 +46,10 @@ class Arena:
     def __init__(
         self, root_id: str, generation: GenerationId, directory: Path | None, num_slots: int, pin: bool = True
     ) -> None:
-        """`directory`: where slots are made; None: memory (/dev/shm), and a file where that has no room.
+        """`directory`: where slots are made; None for memory (/dev/shm), and a file if that has no room.
 
-        `pin`: whether they are known to the trainer's device, where it has a use for that; not those of replicas, which
-        come from a socket for the most part: all that may be locked is for the rank's own.
+        `pin`: whether to register slots with the trainer's device, if it needs that. Not for replicas, which mostly
+        come from a socket: all memory that may be locked is for the rank's own slots.
         """
         self._prefix = prefix_of(root_id, generation)
         self._directory, *self._fallbacks = directories(directory)
@@ -57,14 +57,14 @@ class Arena:
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._steps: dict[Slot, int] = {}
-        """The snapshots in slots that must be kept."""
+        """The steps of the snapshots in slots that must be kept."""
         self._warming: JobThread | None = None
         self._growing: JobThread | None = None
         self._pinning = Pinning(pin)
         self.on_made: Callable[[Path], None] = lambda path: None
-        """Called with each new slot, from any thread: a process that has it open unlinks it, should this one die."""
+        """Called with each new slot, from any thread: a process that has it open unlinks it if this one dies."""
         self.on_gone: Callable[[Path], None] = lambda path: None
-        """Told of each that is unlinked before the end, so that nobody keeps its memory."""
+        """Called with each slot that is unlinked before the end, so that nobody keeps its memory."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -73,7 +73,7 @@ class Arena:
     def warm(self, capacity: int) -> None:
         """Makes and touches the slots in the background, so that the first snapshot finds them ready.
 
-        An estimate that does not fit is left to the first snapshot, which knows the size.
+        If an estimate does not fit, the first snapshot makes the slots: it knows the size.
         """
 
         def make() -> None:
@@ -89,8 +89,8 @@ class Arena:
         self._warming = self._begin(make)
 
     def grow(self) -> None:
-        """Makes one slot more than needed, in the background: nobody waits for it, and without room there is none. It
-        is tried again when there is: behind a restart, the slots of the job before are there still."""
+        """Makes one more slot than needed, in the background: nobody waits for it, and without room there is none. A
+        later call tries again once there is room: after a restart, the slots of the job before are still there."""
         capacity = max((slot.capacity for slot in self._slots), default=0)
         level = logging.WARNING if self._growing is None else logging.INFO  # a quota is met at each try, unseen
 
@@ -117,7 +117,7 @@ class Arena:
         return thread
 
     def await_made(self) -> None:
-        """Returns when the slots that are made in the background are there, and told of."""
+        """Returns when the slots that are made in the background are there and reported."""
         self._join()
         if self._growing is not None:
             self._growing.finish()
@@ -128,10 +128,11 @@ class Arena:
             self._warming = None
 
     def take(self, nbytes: int, held_by_all: int, in_use: Collection[Slot]) -> Slot | None:
-        """A slot to overwrite, locked, with room for a body of `nbytes`; None while all are needed or read.
+        """Returns a locked slot to overwrite, with room for a body of `nbytes`; None while all are needed or read.
 
-        `held_by_all`: the newest step known to be held by all ranks, -1 for none: what is older is not needed.
-        `in_use`: slots that somebody still has to read. Of several, the one that was taken first. Raises NoRoom.
+        `held_by_all`: the newest step known to be held by all ranks, -1 for none: anything older is not needed.
+        `in_use`: slots that somebody still has to read. Of several free slots, takes the one that was taken longest
+        ago. Raises NoRoom.
         """
         self._join()
         self._pinning.choose_device()
@@ -153,9 +154,9 @@ class Arena:
         return None
 
     def needs_held(self, in_use: Collection[Slot]) -> int:
-        """The least `held_by_all` with which `take` finds a slot, as far as can be told without locking one.
+        """Returns the least `held_by_all` with which `take` finds a slot, as far as can be told without locking one.
 
-        -1: any; NEVER: none, until one is no longer in use.
+        -1 for any; NEVER for none, until a slot is no longer in use.
         """
         if len(self._slots) < self._num_slots:
             return -1
@@ -167,28 +168,28 @@ class Arena:
         return [slot for slot, step in steps if step is None or step < held_by_all]
 
     def show(self) -> None:
-        """Snapshots that must be kept may be read by others of this process from now on, though the arena is open yet.
-        Nobody writes to their slots any more."""
+        """Lets others in this process read the snapshots that must be kept, while the arena is still open. Nobody
+        writes to their slots any more."""
         for slot in [*self._steps]:
             OPEN.discard(slot.path)
 
     def mark_ready(self, slot: Slot, step: int) -> None:
-        """The slot holds a whole snapshot of `step` now."""
+        """Notes that the slot now holds a whole snapshot of `step`."""
         self._steps[slot] = step
 
     def forget(self, after: int, until: int) -> None:
-        """Snapshots of steps in (after, until] need not be kept: another rank lacks its own."""
+        """Notes that snapshots of steps in (after, until] need not be kept: another rank lacks its own."""
         self._steps = {slot: step for slot, step in self._steps.items() if not after < step <= until}
 
     def mark_void(self, slot: Slot) -> None:
-        """The slot's content is worth nothing."""
+        """Notes that the slot's content is worth nothing."""
         self._steps.pop(slot, None)
 
     def _back_in_memory(self, slot: Slot) -> Slot | None:
-        """One in the place of a file on a disk, where memory has room by now: the job before had not let go of its own,
-        or another job has ended since."""
+        """Replaces a slot in a file on a disk by one in memory, if that has room by now: the job before had not let go
+        of its own, or another job has ended since."""
         if slot.path.parent == self._directory or _free_in(self._directory) < 2 * slot.capacity:
-            return None  # twice: other ranks look at the same moment
+            return None  # twice: other ranks check at the same moment
         try:
             found = self._make(slot.capacity, must=False)
         except NoRoom:
@@ -203,7 +204,7 @@ class Arena:
     def _remove(self, slot: Slot) -> None:
         self._slots.remove(slot)
         slot.unlink()
-        slot.empty()  # others have it open still, and the new one may find no room beside it
+        slot.empty()  # others still have it open, and the new one may find no room beside it
         self._drop(slot)
         self.on_gone(slot.path)
 
@@ -213,11 +214,12 @@ class Arena:
         return slot
 
     def _make(self, nbytes: int, must: bool = True) -> Slot:
-        """`must`: where memory has no room, an older snapshot goes for it, or it is a file on a disk."""
+        """Makes a slot. `must`: if memory has no room, an older snapshot is removed for it, or it becomes a file on a
+        disk."""
         with running_on(self._pinning.processors()):
             slot = self._make_somewhere(nbytes, must)
             OPEN.add(slot.path)
-            weakref.finalize(slot, OPEN.discard, slot.path).atexit = False  # of a job that nobody closed
+            weakref.finalize(slot, OPEN.discard, slot.path).atexit = False  # for a job that nobody closed
             slot.prefault()
         self._pinning.pin(slot)
         return slot
@@ -244,7 +246,7 @@ class Arena:
             return Slot.create(self._directory, self._prefix, nbytes)
 
     def _drop(self, slot: Slot) -> None:
-        """Lets go of the memory; the file is the caller's."""
+        """Lets go of a slot's memory; the file is left to the caller."""
         self._pinning.unpin(slot)
         slot.close()
         OPEN.discard(slot.path)
@@ -255,13 +257,13 @@ class Arena:
         for slot in self._slots:
             if unlink:
                 slot.unlink()
-                slot.empty()  # a forked child has it open still, and may live as long as this process does
+                slot.empty()  # a forked child still has it open, and may live as long as this process
             self._drop(slot)
         self._slots.clear()
 
 
 def _free_in(directory: Path) -> int:
-    """Bytes; 0 where that cannot be told."""
+    """Returns the free bytes; 0 if the system does not tell."""
     try:
         found = os.statvfs(directory)
     except OSError:

@@ -1,8 +1,8 @@
-"""The copies of a snapshot: shards of the state and their places in a slot, sorted by the way that each of them goes.
+"""The copies of a snapshot: shards of the state and their places in a slot, sorted by how each is copied.
 
-From the host's memory by address. From a device to the host; or, where memory of the device is to spare, to a copy that
-lies there as it will lie in the slot, which nobody writes to, and from there to the host in few large runs. Small
-tensors always go that way.
+Host memory is copied by address. A device's memory is copied to the host directly; or, if the device has memory to
+spare, first to a copy on the device that is laid out as in the slot and that nobody writes to, and from there to the
+host in few large runs. Small tensors always go that way.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from ckptlib.staging.windows import Windows
 from ckptlib.state.raw_bytes import copyable
 
 PACK_BELOW_BYTES = 1 << 20
-"""Below this, a copy over the link takes less than the call for it: such tensors are gathered on the device first."""
+"""Below this size, a copy over the link takes less time than the call for it: such tensors are gathered on the device
+first."""
 
 PACKED_BYTES = 16 << 20
-"""The most that is gathered at once, for each slot: memory that the training does not get."""
+"""The most bytes gathered at once, for each slot: memory that training does not get."""
 
 ROUND_BYTES = 4 << 20
-"""What is beyond that is gathered in rounds of so much, each of which waits for the one before to be on the host."""
+"""Small tensors beyond that are gathered in rounds of this size, each of which waits until the one before is on the
+host."""
 
 
 class Pairs:
     """Shards of a snapshot and their places in one slot, sorted by how they are copied."""
 
     def __init__(self, pairs: list[Pair], beside: Sequence[int]) -> None:
-        """`beside`: where the slot's other shards begin, which are copied apart; those of no bytes do not count."""
+        """`beside`: where the slot's other shards begin, which are copied apart; empty shards do not count."""
         self.all, self._beside = pairs, beside
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
@@ -46,7 +48,7 @@ class Pairs:
         self._straight: dict[torch.device, DeviceWork] = {}
 
     def move_now(self, body: Mapped) -> None:
-        """All that is in host memory and is not copied behind the fence."""
+        """Copies everything that is in host memory and not copied behind the fence."""
         self.small.copy(body)
         for pair in self.large:
             pair.move()
@@ -54,21 +56,21 @@ class Pairs:
             copyable(pair.target).copy_(copyable(pair.source.tensor))
 
     def straight(self, device: torch.device) -> DeviceWork:
-        """The copies from one device that has no memory to spare for all of them."""
+        """Returns the copies from one device that has no memory to spare for all of them."""
         if device not in self._straight:
             self._straight[device] = work_of(self.all, device, None, self._beside)
         return self._straight[device]
 
     def by_way_of(self, spare: torch.Tensor, device: torch.device) -> DeviceWork:
-        """The copies from one device by way of its memory `spare`, as many bytes as the body has. Not kept here: what
-        is copied would keep that memory."""
+        """Returns the copies from one device by way of its memory `spare`, which has as many bytes as the body. They
+        are not kept here: they would keep that memory alive."""
         return work_of(self.all, device, spare, self._beside)
 
 
 def work_of(
     pairs: Iterable[Pair], device: torch.device | None, spare: torch.Tensor | None, beside: Sequence[int] = ()
 ) -> DeviceWork:
-    """The copies from one device; by way of `spare`, if given. `beside`: see `Pairs`."""
+    """Returns the copies from one device; by way of `spare`, if given. `beside`: see `Pairs`."""
     pairs = [pair for pair in pairs if pair.nbytes]
     mine = [pair for pair in pairs if pair.device == device]
     body = mine[0].body if mine else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -91,14 +93,14 @@ def work_of(
 def _straight(
     mine: list[Pair], pairs: list[Pair], body: torch.Tensor, device: torch.device | None, beside: Sequence[int]
 ) -> DeviceWork:
-    """The copies of a device that has no memory to spare for all of them."""
+    """Returns the copies of a device that has no memory to spare for all of them."""
     packed, others = _parted(mine)
     turns = _turns(others)
     stretches, *by_turn = stretches_of([packed, *turns], pairs, beside)
     try:
         memory = torch.zeros(nbytes_of(stretches), dtype=torch.uint8, device=device)
         shared = torch.zeros(max(map(nbytes_of, by_turn), default=0), dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:  # what the training has left for a few MiB is its own
+    except torch.OutOfMemoryError:  # training needs the last few MiB itself
         memory = shared = torch.empty(0, dtype=torch.uint8, device=device)
         packed, others, stretches, turns, by_turn = [], mine, [], [], []
     gathered, rounds = Gathered(stretches, memory), dict[bool, list[Round]]()
@@ -132,10 +134,10 @@ def _to_host(some: list[Pair]) -> Places:
 
 
 def _parted(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Those that are gathered at once, and the others.
+    """Splits pairs into those that are gathered at once, and the others.
 
-    The first ones of the body, as far as there is room: scalars from farther back, between others, would each take a
-    copy over the link.
+    The first ones of the body are gathered, as far as there is room: scalars from farther back, between others, would
+    each take a copy over the link.
     """
     packed, others, room = list[Pair](), list[Pair](), PACKED_BYTES
     for pair in sorted(pairs, key=lambda pair: pair.offset):
@@ -149,7 +151,7 @@ def _parted(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 
 def _turns(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Small ones that share a round: those of a part of the body, all of them behind the fence or none."""
+    """Groups small pairs into rounds: each has those of one part of the body, all of them behind the fence or none."""
     turns = [list[Pair]()]
     small = (pair for pair in pairs if pair.nbytes < PACK_BELOW_BYTES)
     for pair in sorted(small, key=lambda pair: (pair.late, pair.offset)):

@@ -1,9 +1,9 @@
-"""The copies of a snapshot from one device, on streams of their own beside the training's.
+"""The copies of a snapshot from one device, on streams of their own beside training's.
 
-Copies that must be made at once hold up the training's stream; the others are behind an event for which the fence makes
-writers wait. Where memory of the device is to spare, that event comes when the copy there is whole, and the host's
-follows from it on another stream, so that no fence ever waits for the link. The host waits for neither, as long as its
-memory is registered with the driver; else it goes by way of a ring, which the staging thread drives.
+Copies that must be made at once hold up training's stream; the others come before an event for which the fence makes
+writers wait. If the device has memory to spare, that event comes when the copy on the device is whole, and the host's
+copy follows from it on another stream, so that no fence ever waits for the link. The host waits for neither, as long as
+its memory is registered with the driver; else the data goes through a ring, which the staging thread drives.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ class Lane:
 
     copy: torch.Stream
     link: torch.Stream
-    """The tensors that are copied from the device to the host."""
+    """The stream of copies from gathered memory to the host."""
     now: Ring
-    """Of the training's thread."""
+    """The ring of training's thread."""
     later: Ring
-    """Of the staging thread."""
+    """The ring of the staging thread."""
 
 
 class DeviceCopies:
-    """The copies of one snapshot from one device, begun when it is made. Keeps its sources until they are read."""
+    """The copies of one snapshot from one device, begun when this is made. Keeps its sources alive until they are
+    read."""
 
     def __init__(self, lane: Lane, works: Sequence[DeviceWork], spare: Spare | None) -> None:
-        """On the training's thread. `spare`: the memory that `works` go by, given back at the end."""
+        """Begins the copies, on training's thread. `spare`: the memory that `works` go by, given back at the end."""
         self._lane, self._spare = lane, spare
         self._free, self._ringed = list[DeviceWork](), list[DeviceWork]()
-        """Those for registered memory, and those by way of the ring."""
+        """Works to registered memory, and works that go through the ring."""
         for work in works:
             (self._free if cuda.is_pinned(work.home.data_ptr()) else self._ringed).append(work)
         self.driven = any(work.across_later for work in self._ringed)
@@ -74,18 +75,18 @@ class DeviceCopies:
 
     @property
     def read(self) -> bool:
-        """Whether the sources are read, but for those that `drive` reads."""
+        """Whether the sources are read, except those that `drive` reads."""
         return self._read.query()
 
     def hold_compute(self) -> None:
-        """The current stream does not go on before the sources are read, but for those that `drive` reads.
+        """Makes the current stream wait until the sources are read, except those that `drive` reads.
 
         The host does not wait.
         """
         accelerator.current_stream(self._lane.copy.device).wait_event(self._read)
 
     def drive(self) -> None:
-        """Reads the sources that go by way of the ring. On the staging thread; returns when they are read."""
+        """Reads the sources that go through the ring. On the staging thread; returns when they are read."""
         if not self.driven:
             return
         lane = self._lane
@@ -96,11 +97,11 @@ class DeviceCopies:
                     lane.later.copy(work.across_later.moves(), lane.copy)
                     work.samples.look_after()
             looked = lane.copy.record_event()
-        accelerator.wait(looked)  # the fence opens: what is written from here on would be taken for a stray write
+        accelerator.wait(looked)  # the fence opens next: a later sample would take allowed writes for stray ones
 
     def finish(self) -> list[str]:
-        """Waits until all is on the host; returns the names of tensors that were written to meanwhile. On the staging
-        thread."""
+        """Waits until everything is on the host; returns the names of tensors that were written to meanwhile. On the
+        staging thread."""
         lane = self._lane
         cuda.relax_capture(lane.copy.device)
         try:
@@ -117,11 +118,11 @@ class DeviceCopies:
             self._free.clear()
             self._ringed.clear()
             if (spare := self._spare) is not None:
-                self._spare, spare.busy = None, False  # whoever keeps the snapshot keeps no memory of the device
+                self._spare, spare.busy = None, False  # keeping the snapshot must keep no memory of the device
 
 
 def _by_way_of(spare: Spare, pairs: Pairs, rank: int, device: torch.device) -> DeviceWork:
-    """Made once: it goes with the memory, or with the pairs."""
+    """Returns the copies by way of `spare`. They are made once, and go with the memory or the pairs."""
     if pairs not in spare.works:
         spare.works[pairs] = pairs.by_way_of(spare.memory[rank], device)
     return spare.works[pairs]
@@ -136,20 +137,20 @@ class Devices:
     """Streams, events and memory that a rank's snapshots share, from the first to the last; main thread."""
 
     def __init__(self, wants_spare: bool) -> None:
-        """`wants_spare`: whether devices keep a copy in memory of their own, where it fits."""
+        """`wants_spare`: whether devices keep a copy in their own memory, if it fits."""
         self._wants_spare = wants_spare
         self._lanes: dict[torch.device, Lane] = {}
         self._spares: dict[torch.device, Spares] = {}
 
     @property
     def ready(self) -> bool:
-        """Whether another snapshot may begin: one for which no memory of a device is free would wait for the link."""
+        """Whether another snapshot may begin: if no memory of a device is free for it, it would wait for the link."""
         return all(spares.ready for spares in self._spares.values())
 
     def begin(self, copied: Sequence[Copied], spare: bool) -> Iterator[DeviceCopies]:
-        """Begins the copies of one device after the other; one that has no streams has ended its own by then.
+        """Begins the copies of one device after the other; for a device without streams, they are already done.
 
-        `spare`: whether memory of the device may be taken for it.
+        `spare`: whether memory of the device may be taken for the snapshot.
         """
         for device in dict.fromkeys(device for slot in copied for pairs in slot.pairs for device in pairs.devices):
             here = [slot for slot in copied if any(device in pairs.devices for pairs in slot.pairs)]
@@ -176,7 +177,10 @@ class Devices:
             ]
             return DeviceCopies(lane, works, memory)
         except BaseException:
-            for stream in (lane.copy, lane.link):  # what was begun goes to a slot, and to memory, that are free now
+            for stream in (
+                lane.copy,
+                lane.link,
+            ):  # copies in flight still write to a slot and memory that are free next
                 accelerator.wait(stream.record_event())
             if memory is not None:
                 memory.busy = False

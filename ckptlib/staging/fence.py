@@ -1,9 +1,9 @@
 """The fence: an optimizer that is about to write waits for the copy that still reads. So does a load.
 
-It is a step pre-hook on every optimizer of the process, so no training script has to remember it, and one that came
-into the state after its last save, or is in none, waits as well: it may write to what others own. The hook also tells
-which optimizers really run through it: a wrapper with a kernel of its own fires no hook, and its tensors are then
-copied before `after_step` returns. So are tensors that a CUDA graph writes, since a replay calls no Python.
+It is a step pre-hook on every optimizer of the process, so no training script has to remember it. An optimizer that
+came into the state after its last save, or is in no state, waits as well: it may write to what others own. The hook
+also tells which optimizers really run through it: a wrapper with a kernel of its own fires no hook, and its tensors are
+then copied before `after_step` returns. So are tensors that a CUDA graph writes, since a replay calls no Python.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ log = logging.getLogger(__name__)
 
 
 class Fenced(Protocol):
-    """A copy under way."""
+    """A copy in flight."""
 
     def wait_copied(self) -> None:
         """Returns when the copy no longer reads its sources; on devices, the current stream is made to wait instead."""
 
     @property
     def copied(self) -> bool:
-        """Whether nobody has to wait for it any more, on whatever stream."""
+        """Whether nobody has to wait for it any more, on any stream."""
 
     def wait_done(self, timeout_s: float | None) -> None:
-        """Returns when all of it has come to its end, on devices too."""
+        """Returns when the whole copy has ended, on devices too."""
 
 
 class Fence:
-    """Holds steps of optimizers until one Checkpointer's copies are done. A step may come in a thread of autograd's."""
+    """Holds optimizer steps until one Checkpointer's copies are done. Steps may come from an autograd thread."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        """Seconds that threads have waited here, all in all."""
+        """Total seconds that threads have waited here."""
         self._fired: MutableMapping[torch.optim.Optimizer, int] = WeakIdKeyDictionary()
-        """The optimizers that did, and in which interval the last time; by themselves: the address of one that is gone
-        may be another's."""
+        """The optimizers that ran through the hook, each with the interval of its last run. By the objects themselves:
+        the address of one that is gone may be another's."""
         self._interval = 0
         self._captured = WeakIdKeyDictionary()
         """Optimizers whose step a graph replays."""
         self._pending: list[Fenced] = []
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        """Of `_pending` and `waited_s`; nobody waits with it."""
+        """Guards `_pending` and `waited_s`; nobody waits while holding it."""
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """From now on each step comes through it. `optimizers`: of the state; warns once of what takes no hook."""
+        """Has each step run through the fence from now on. `optimizers`: those of the state; warns once of any that
+        takes no hook."""
         number = id(self)
         if number in _installed:
             return
@@ -80,11 +81,11 @@ class Fence:
                 )
 
     def remove(self) -> None:
-        """No step comes through it any more."""
+        """Has no step run through the fence any more."""
         _installed.pop(id(self), None)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is about to write, or its step is recorded."""
+        """Notes a step that is about to write, and waits for copies; or a step that is recorded into a graph."""
         if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
             self._captured[optimizer] = True
             self.drain()
@@ -93,15 +94,15 @@ class Fence:
         self.wait()
 
     def guard(self, pending: Fenced) -> None:
-        """Closes the fence until the copy is done; one that it is closed for already counts as well."""
-        with self._lock:  # where no hook fires, nobody else drops those that are over
+        """Closes the fence until the copy is done; also for copies that it is closed for already."""
+        with self._lock:  # if no hook fires, nobody else drops finished copies
             self._pending = [*(copy for copy in self._pending if not copy.copied), pending]
 
     def wait(self) -> None:
         """Returns when no copy reads its sources any more; on devices, the current stream is made to wait instead.
 
         Each thread waits for itself, on its own stream: the wait of one does not serve another. In a forked process no
-        copy reads anything: it has memory of its own.
+        copy reads anything: it has its own memory.
         """
         pending = self._under_way()
         if pending:
@@ -113,7 +114,7 @@ class Fence:
                 self.waited_s += time.perf_counter() - began
 
     def drain(self) -> None:
-        """Returns when no copy is under way, on devices too."""
+        """Returns when no copy is in flight, on devices too."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -130,21 +131,23 @@ class Fence:
             return list(self._pending)
 
     def fired(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer went through its hook since `forget`, and always will."""
+        """Returns whether the optimizer went through its hook since `forget`, and always will."""
         return self._fired.get(optimizer) == self._interval and optimizer not in self._captured
 
     def forget(self) -> None:
-        """Begins a new interval: hooks that fired in the last one do not count."""
-        self._interval += 1  # at each step: to clear the dict takes ten calls
+        """Begins a new interval: hooks that fired in the last one no longer count."""
+        self._interval += 1  # at each step: clearing the dict would take ten calls
 
 
 _installed: dict[int, weakref.ref[Fence]] = {}
-"""By address, while they are there. Changed and listed at one go: threads share it, and a fork may come at any time."""
+"""The fences that exist, by address. Changed and listed in one operation: threads share it, and a fork may come at any
+time."""
 
 
 @cache
 def _hook_all() -> None:
-    """Once, for good: to take it out again would change torch's own dict of hooks while a thread walks through it."""
+    """Registers the hook, once and for good: to remove it would change torch's own dict of hooks while a thread walks
+    through it."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -156,12 +159,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def wait_for_copies() -> None:
-    """Returns when this process copies nothing any more, on devices too: the caller is about to write to what may be
-    saved, on whatever stream. Raises WaitTimeout."""
+    """Returns when this process copies nothing any more, on devices too: the caller is about to write to memory that
+    may be saved, on any stream. Raises WaitTimeout."""
     for found in list(_installed.values()):
         fence = found()
         if fence is not None:
-            fence.wait()  # has a copy go on whose beginning was interrupted
+            fence.wait()  # lets a copy go on if its beginning was interrupted
             fence.drain()
 
 
@@ -170,10 +173,10 @@ _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 DRAIN_TIMEOUT_S = 600.0
-"""As a copy runs at memory speed, one that takes longer has lost its thread."""
+"""How long to wait for a copy. It runs at memory speed, so one that takes longer has lost its thread."""
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step is recorded into a graph, not executed."""
+    """Returns whether the optimizer's step is recorded into a graph, not executed."""
     devices = (accelerator.device_of(p) for group in optimizer.param_groups for p in group["params"][:1])
     return any(accelerator.capturing(device) for device in devices if device is not None)

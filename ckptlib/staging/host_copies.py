@@ -1,4 +1,4 @@
-"""The copies of a snapshot in host memory that are made behind the fence, and whether anybody wrote past the fence."""
+"""Copies in host memory that a snapshot makes behind the fence, and whether anybody wrote past the fence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostCopies:
         self._samples = [part.windows.look(random, scratch) for part in self._parts]
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any copies to make."""
         return bool(self._parts)
 
     def move(self) -> None:
@@ -29,7 +29,8 @@ class HostCopies:
                 pair.move()
 
     def written(self) -> list[str]:
-        """The names of tensors that were written to meanwhile: slot and source do not both still show the sample."""
+        """Returns the names of tensors that were written to meanwhile: slot and source do not both still show the
+        sample."""
         found = []
         for part, sample in zip(self._parts, self._samples, strict=True):
             for i, (pair, offset) in enumerate(zip(part.late, sample.offsets, strict=True)):

@@ -1,8 +1,8 @@
-"""Facts about the shards that go to each slot, kept from one snapshot to the next.
+"""Keeps facts about the shards that go to each slot from one snapshot to the next.
 
-A snapshot in a slot that was used before looks nothing up again for tensors that are still the same. But they keep no
-memory alive: neither copies that a `state_dict()` made for one snapshot, nor the memory that a parameter had before.
-Each slot would keep a copy of it, in the device's memory.
+A snapshot in a slot that was used before looks nothing up again for tensors that are still the same. But these facts
+keep no memory alive: neither copies that a `state_dict()` made for one snapshot, nor the memory that a parameter had
+before. Otherwise each slot would keep a copy of it, in the device's memory.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ class _Known:
 
     body: torch.Tensor
     offsets: tuple[int, ...]
-    """Of all shards; compared by identity."""
+    """The offsets of all shards; compared by identity."""
     places: tuple[int, ...]
-    """Of those that are kept."""
+    """The offsets of the shards that are kept."""
     pairs: list[Pair | None]
-    """None: its source is nobody's any more."""
+    """The pairs; None if nobody has the source any more."""
     made: Pairs | None
-    """Of all of them."""
+    """All of them, sorted."""
 
 
 class _Destination(NamedTuple):
     """Where a snapshot goes."""
 
     rank: int
-    """Whose it is."""
+    """The rank whose snapshot it is."""
     slot: str
-    """Its path."""
+    """The slot's path."""
 
 
 class KnownPairs:
-    """Finds source and target of each copy, or knows them from the last snapshot. One per rank; main thread."""
+    """Finds source and target of each copy, or reuses those of the last snapshot. One per rank; main thread."""
 
     def __init__(self) -> None:
         self._known: dict[_Destination, _Known] = {}
         self._sources: dict[int, Sequence[CopySource]] = {}
-        """By rank: the facts kept since its last snapshot."""
+        """The sources of each rank's last snapshot, by rank."""
 
     def pairs_of(self, rank: int, slot: Slot, sources: Sequence[CopySource], offsets: tuple[int, ...]) -> list[Pairs]:
-        """The shards of a rank and their places in a slot. `offsets`: the very same ones as long as the layout is.
+        """Returns the shards of a rank and their places in a slot. `offsets`: the same object as long as the layout is
+        the same.
 
-        Nothing is looked up for `sources` that are the very ones of the rank's last snapshot.
+        Looks nothing up if `sources` is the same object as for the rank's last snapshot.
         """
         known = self._known.get(_Destination(rank, str(slot.path)))
         if known is not None and known.made is not None and known.offsets is offsets and self._sources[rank] is sources:
@@ -94,7 +95,7 @@ class KnownPairs:
         return known.made
 
     def _forget(self, rank: int, sources: Sequence[CopySource]) -> None:
-        """In all slots of a rank: shards that have another source now."""
+        """Forgets, in all slots of a rank, shards that have another source now."""
         before = self._sources.get(rank, [])
         self._sources[rank] = sources
         if len(before) != len(sources):
@@ -117,5 +118,6 @@ def _begins(shards: Iterable[tuple[CopySource, int]]) -> list[int]:
 
 
 def _tensor_of(body: memoryview) -> torch.Tensor:
-    """Empty where a step has values only, or tensors of no elements: torch makes no tensor of an empty buffer."""
+    """Returns the body as a tensor. It is empty if a step has values only, or tensors without elements: torch makes no
+    tensor of an empty buffer."""
     return torch.frombuffer(body, dtype=torch.uint8) if body.nbytes else torch.empty(0, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""Slots of the same root that other generations have left on this host: looked into, waited for, and unlinked.
+"""Looks into, waits for and unlinks slots of the same root that other generations have left on this host.
 
-Those that no live process has open are unlinked when the next incarnation of the root asks for it. A writer that has
+Slots that no live process has open are unlinked when the next incarnation of the root asks for it. A writer that has
 yet to read its orders has none open, and may need any of its generation.
 """
 
@@ -23,24 +23,25 @@ from ckptlib.slots.writer_lock import generation_of
 log = logging.getLogger(__name__)
 
 OPEN: set[Path] = set()
-"""Slots that any arena of this process has open: its locks do not keep itself out, so only this tells them apart."""
+"""Slots that any arena of this process has open: its locks do not exclude its own process, so only this tells them
+apart."""
 
 
 def root_prefix(root_id: str) -> str:
-    """The common beginning of the names of all slots of a root."""
+    """Returns the common prefix of the names of all slots of a root."""
     return f"ckptlib-{root_id[:16]}-"
 
 
 def prefix_of(root_id: str, generation: GenerationId) -> str:
-    """The common beginning of the names of all slots of a generation, and of its writers' locks."""
+    """Returns the common prefix of the names of all slots of a generation, and of its writers' locks."""
     return f"{root_prefix(root_id)}{generation}"
 
 
 def left_generations(root_id: str, directories: Sequence[Path]) -> set[GenerationId]:
-    """The generations of the root that this user's slots, or files of writers, are of. A writer that is left may have
-    yet to put the record of its generation, also where no slot is left to it.
+    """Returns the generations of the root that have left slots, or writers' files, of this user. A writer that is left
+    may have yet to put the record of its generation, even if no slot is left to it.
 
-    By their names, those that are open in this process included.
+    The names tell the generations. Slots that are open in this process are included.
     """
     prefix, found = root_prefix(root_id), set[GenerationId]()
     for directory in directories:
@@ -49,7 +50,7 @@ def left_generations(root_id: str, directories: Sequence[Path]) -> set[Generatio
             try:
                 status = path.lstat()
             except OSError:
-                continue  # gone since it was listed, or the directory may not be entered
+                continue  # removed since it was listed, or the directory may not be entered
             if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and match is not None:
                 found.add(parse_generation(match[0]))
     return found
@@ -59,7 +60,7 @@ _GENERATION = re.compile("[0-9]{6}-[0-9a-f]{8}")
 
 
 class OtherSlots:
-    """As one generation of a root sees them; owned by one thread."""
+    """The slots of other generations, as one generation of a root sees them; owned by one thread."""
 
     def __init__(self, root_id: str, generation: GenerationId, directories: Sequence[Path]) -> None:
         """`directories`: where slots may be, the usual one first."""
@@ -68,19 +69,19 @@ class OtherSlots:
         self._root_prefix = root_prefix(root_id)
         self._own_prefix = prefix_of(root_id, generation)
         self._left_alone: set[Path] = set()
-        """Slots that were logged already, and directories that cannot be listed."""
+        """Files that were logged already, and directories that cannot be listed."""
         self._stuck: set[Path] = set()
         """Slots that could not be removed; they are empty."""
         self.needed: SaveId | None = None
-        """Where others are kept beside this snapshot: the one that stays where memory lacks."""
+        """The snapshot that stays when memory has no room, if others are kept beside it; else None."""
 
     def under_way(self, after: SaveId | None = None) -> list[Path]:
-        """Slots that writers of earlier jobs on this host have yet to finish with, and locks of writers with orders to
-        read.
+        """Returns slots that writers of earlier jobs on this host have yet to finish with, and locks of writers that
+        have yet to read their orders.
 
-        `after`: slots alone, and only those whose snapshot is newer than this one.
+        `after`: returns slots alone, and only those with a newer snapshot than this one.
         """
-        unread = self._unread()  # asked before the slots are: who has read its orders has locked them
+        unread = self._unread()  # asked before the slots: a writer that has read its orders has locked them
         generations = {*map(generation_of, unread)}
         with self.opened() as slots:
             busy = [slot for slot in slots if slot.being_read() or generation_of(slot.path) in generations]
@@ -98,9 +99,10 @@ class OtherSlots:
                     yield path
 
     def reclaim(self, but: Collection[SaveId] = ()) -> list[Path]:
-        """Unlinks those of earlier generations that no live process on this host has open, or may open yet.
+        """Unlinks slots of earlier generations that no live process on this host has open, or may still open. Returns
+        their paths.
 
-        `but`: those that hold these snapshots stay. Slots that a later generation keeps for its successor stay.
+        `but`: slots that hold these snapshots stay. So do slots that a later generation keeps for its successor.
         """
         spared = {*map(generation_of, self._unread())}
         for path in self._locks():
@@ -108,7 +110,7 @@ class OtherSlots:
                 writer_lock.reclaim(path)
         for path in (path for directory in self.directories for path in self._others_in(directory)):
             if not self._is_later(path) and _is_unmade(path):
-                with suppress(OSError):  # of a directory that cannot be written to; nothing is lost by it
+                with suppress(OSError):  # the directory may not be writable; nothing is lost by that
                     path.unlink()
         with self.opened() as slots:
             left_behind = [
@@ -135,16 +137,16 @@ class OtherSlots:
 
     @property
     def any_earlier(self) -> bool:
-        """Whether some of earlier generations are there."""
+        """Whether there are slots of earlier generations."""
         with self.opened() as slots:
             return any(not self._is_later(slot.path) for slot in slots)
 
     @contextmanager
     def opened(self) -> Iterator[list[Slot]]:
-        """All of them, open for a moment. Files of other users are left alone.
+        """Opens all of them for a moment. Files of other users are left alone.
 
-        A look does not count as having them open: ranks of one host that look at the same time would each take the
-        other for an owner, and none would reclaim anything.
+        Opening them does not count as having them open: ranks of one host that look at the same time would each take
+        the other for an owner, and none would reclaim anything.
         """
         slots = []
         for path in (path for directory in self.directories for path in self._others_in(directory)):
@@ -161,7 +163,8 @@ class OtherSlots:
                 slot.close()
 
     def _others_in(self, directory: Path) -> list[Path]:
-        """None where it cannot be listed: its snapshots are lost as those of a lost host, and no job ends by that."""
+        """Returns the slots of others in a directory; none if it cannot be listed: its snapshots are lost as those of a
+        lost host are, and no job ends by that."""
         try:
             names = os.listdir(directory)
         except OSError as error:
@@ -183,8 +186,8 @@ class OtherSlots:
 
 
 def _is_unmade(path: Path) -> bool:
-    """Whether it is a file of this user without a byte: who made it was killed before it had any. Who lives yet finds
-    that its slot is lost, and makes another."""
+    """Returns whether the path is an empty file of this user: whoever made it was killed before it had any bytes. If
+    its maker still lives, it finds that its slot is lost, and makes another."""
     try:
         found = path.lstat()
     except OSError:
@@ -204,7 +207,7 @@ def _is_gone(path: Path) -> bool:
 
 
 def _held_in(slot: Slot) -> SaveId | None:
-    """None where it is not whole: no restart can use what its trainer was killed in."""
+    """Returns the snapshot that the slot holds; None if it is not whole: its trainer was killed while filling it."""
     try:
         header = slot.read_header()
     except (CorruptData, FormatError):

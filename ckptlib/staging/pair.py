@@ -11,7 +11,7 @@ from ckptlib.devices import accelerator
 from ckptlib.state.raw_bytes import is_bytes
 
 OVERLAP_FROM_BYTES = 64 * 1024
-"""Below this, handing a tensor over costs as much as copying it at once."""
+"""Below this size, handing a tensor over costs as much as copying it at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CopySource:
 
     name: str
     tensor: torch.Tensor
-    """This rank's box of it, of the box's shape; any strides."""
+    """This rank's box of it, in the box's shape; any strides."""
     overlap: bool
     """Whether its only writer waits at the fence."""
     lent: bool = False
@@ -28,7 +28,7 @@ class CopySource:
 
 
 class Pair:
-    """A shard and its place in a slot, with all that a copy needs to know looked up once."""
+    """A shard and its place in a slot, with everything that a copy needs looked up once."""
 
     __slots__ = (
         "_target",
@@ -61,22 +61,23 @@ class Pair:
 
     @property
     def target(self) -> torch.Tensor:
-        """The place, as torch needs it. Made when asked for: most shards are copied by address."""
+        """The place as a tensor. Made when asked for: most shards are copied by address."""
         if self._target is None:
             self._target = self.place_in(self.body)
         return self._target
 
     def place_in(self, body: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        """Where the shard lies in a body: of this slot, laid out as it is, or with so many bytes less before it."""
+        """Returns the shard's place in a body that is laid out as this slot's, or with `shift` bytes less before it."""
         tensor, at = self.source.tensor, self.offset - shift
         return body[at : at + self.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def move(self) -> None:
-        """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
+        """Copies by address: no dispatch, no autograd, and no thread pool that would compete with the trainer's;
+        releases the GIL."""
         ctypes.memmove(self.target_address, self.source_address, self.nbytes)
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Memory that lives as long as its tensor, which the caller keeps; not by way of numpy, after which a tensor cannot
-    be resized."""
+    """Returns a view of memory, which lives as long as its tensor: the caller keeps that. It is not made by numpy,
+    after which a tensor cannot be resized."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -1,4 +1,4 @@
-"""Many small pieces of memory, copied by one call of the system for a thousand of them.
+"""Copies many small pieces of memory with one system call for a thousand of them.
 
 Copied one by one from Python, 500 pieces of up to 512 bytes take 0.3 ms, and by `pwritev` 0.02 to 0.03 ms; from 8 KiB
 on there is no difference, and at 64 KiB the kernel's copy takes half as long again (Intel, two cores, in the caches).
@@ -26,13 +26,13 @@ Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.intp]]"
 Flags: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
 
 GATHER_BELOW_BYTES = 4096
-"""Smaller ones go together."""
+"""Smaller pieces are copied together."""
 
 MOST_AT_ONCE = 1024
-"""Linux takes no more with one call: IOV_MAX."""
+"""The most pieces that Linux takes with one call: IOV_MAX."""
 
 _C = ctypes.PyDLL(None)
-"""Keeps the GIL: given up hundreds of times, any other thread could hold up the trainer."""
+"""Keeps the GIL: if it were released hundreds of times, any other thread could hold up the trainer."""
 
 move = _C.memmove
 move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -44,25 +44,25 @@ _writev.restype = ctypes.c_ssize_t
 
 
 class _Run(NamedTuple):
-    """Small pieces that go one behind the other."""
+    """Small pieces whose places follow one another."""
 
     start: int
     stop: int
-    """Of the pieces."""
+    """The indices of the pieces: [start, stop)."""
     offset: int
-    """Where the first one goes."""
+    """Where the first piece goes."""
     nbytes: int
 
 
 class Pieces:
-    """Pieces of memory, and where in a file each of them goes. Whoever has it keeps the memory alive."""
+    """Pieces of memory, and where in a file each of them goes. The owner keeps the memory alive."""
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None) -> None:
-        """`offsets`: ascending, in bytes; without them pieces go one behind the other."""
+        """`offsets`: ascending, in bytes; without them the pieces follow one another."""
         self._sizes = np.array(sizes, np.int64)
         ends = np.cumsum(self._sizes)
         self.nbytes = int(ends[-1]) if len(ends) else 0
-        """Of all of them."""
+        """The bytes of all pieces."""
         self._offsets = ends - self._sizes if offsets is None else np.array(offsets, np.int64)
         self._vectors = np.empty((len(ends), 2), np.uint64)  # struct iovec: address, bytes
         self._vectors[:, 0], self._vectors[:, 1] = addresses, sizes
@@ -79,15 +79,15 @@ class Pieces:
         ]
 
     def aim(self, addresses: Addresses) -> None:
-        """From now on they are there."""
+        """Has the pieces read from these addresses from now on."""
         self._vectors[:, 0] = addresses
 
     def copy(self, to: Mapped) -> None:
-        """Copies all of them."""
+        """Copies all pieces."""
         vectors = self._vectors.ctypes.data
         for start, stop, offset, nbytes in self._runs:
             if _writev(to.fd, vectors + 16 * start, stop - start, to.offset + offset) != nbytes:
-                self._move(np.arange(start, stop), to.address)  # whatever kept the kernel from it
+                self._move(np.arange(start, stop), to.address)  # if the kernel could not, for whatever reason
         if len(self._large):
             self._move(self._large, to.address)
 
@@ -97,7 +97,7 @@ class Pieces:
 
 
 def _stretches(is_small: Flags, goes_on: Flags) -> tuple[list[int], list[int]]:
-    """From and to, of small pieces that go one behind the other."""
+    """Returns the starts and the stops of runs of small pieces whose places follow one another."""
     breaks = np.flatnonzero(~goes_on)
     stops = np.append(breaks[1:], len(goes_on))
     kept = is_small[breaks]
@@ -105,16 +105,16 @@ def _stretches(is_small: Flags, goes_on: Flags) -> tuple[list[int], list[int]]:
 
 
 class Scratch:
-    """Memory into which pieces are copied for a moment. One thread."""
+    """Memory into which pieces are copied for a moment. For one thread."""
 
     def __init__(self) -> None:
         self._mapped = Mapped(-1, 0, 0)
         self._memory: mmap.mmap | None = None
         self._let_go: Callable[[], object] = int
-        """Of the file."""
+        """Closes the file."""
 
     def gather(self, pieces: Pieces) -> memoryview:
-        """All of them; until the next call."""
+        """Returns all pieces, one after the other; valid until the next call."""
         if self._memory is None or len(self._memory) < pieces.nbytes:
             self._grow(round_up(max(pieces.nbytes, 1)))
         pieces.copy(self._mapped)
@@ -124,15 +124,15 @@ class Scratch:
     def _grow(self, nbytes: int) -> None:
         file = _file_of(nbytes)
         fd, memory = (-1, mmap.mmap(-1, nbytes)) if file is None else file
-        self._let_go()  # of the one before: not sooner, or its number could be another file's when that is written to
+        self._let_go()  # only now: the number of the file before could become another file's, and be written to
         self._let_go = int if fd < 0 else weakref.finalize(self, os.close, fd)
         self._memory = memory
         self._mapped = Mapped(fd, 0, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
 
 def _file_of(nbytes: int) -> tuple[int, mmap.mmap] | None:
-    """A file in memory, and where it is mapped; None where the system has none to give: then the memory is nobody's
-    file, and pieces are copied one by one."""
+    """Returns a file in memory and its mapping; None if the system gives none: then the memory belongs to no file, and
+    pieces are copied one by one."""
     try:
         fd = os.memfd_create("ckptlib-scratch")
     except OSError:

@@ -1,6 +1,7 @@
-"""From a device to host memory that it cannot copy to at full speed: by way of two buffers that it can.
+"""Copies from a device to host memory that it cannot copy to at full speed, through two buffers that it can.
 
-Where slots cannot be registered with the driver: beyond the locked-memory limit, and on all accelerators but CUDA's.
+This is for slots that cannot be registered with the driver: beyond the locked-memory limit, and on all accelerators but
+CUDA's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from ckptlib.devices import accelerator
 
 RING_BYTES = 16 << 20
-"""Of each buffer: a copy takes 0.3 ms to 1 ms then, far more than the two calls around it."""
+"""The bytes of each buffer: a copy then takes 0.3 ms to 1 ms, far more than the two calls around it."""
 
 
 class Move(NamedTuple):
@@ -31,7 +32,8 @@ class Ring:
         self._buffers: list[torch.Tensor] = []
 
     def copy(self, moves: Iterable[Move], stream: torch.Stream) -> None:
-        """Returns when all is there. `stream`: the current one, whose work before this is waited for, too."""
+        """Copies, and returns when everything is there. `stream`: the current one, whose earlier work is waited for,
+        too."""
         if not self._buffers:
             self._buffers = [accelerator.pinned(RING_BYTES) for _ in range(2)]
         under_way: list[tuple[torch.Tensor, torch.Tensor, torch.Event]] = []

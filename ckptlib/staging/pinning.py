@@ -1,4 +1,4 @@
-"""Slots that the driver of the trainer's device knows, so that it copies to them at the full speed of its link."""
+"""Registers slots with the driver of the trainer's device, so that it copies to them at the full speed of its link."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ log = logging.getLogger(__name__)
 
 
 class Pinning:
-    """Of one arena, whose slots are all that it is asked of."""
+    """Pins the slots of one arena; no other slots may be passed to it."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
         self._device: int | None = None
-        """Of the trainer, as its own thread has chosen it: for all others it is the first, on which each rank of a host
-        would have a context then. None until this process uses CUDA."""
+        """The trainer's device, as its own thread has chosen it: in all other threads it would be the first, on which
+        each rank of a host would then have a context. None until this process uses CUDA."""
         self._pinned: dict[Path, int | None] = {}
-        """By slot: for which device; None: it was refused."""
+        """The device for which each slot is pinned; None if that was refused."""
         self._thread: threading.Thread | None = None
 
     def choose_device(self) -> None:
-        """On the trainer's thread."""
+        """Notes the device. On the trainer's thread."""
         if self._wanted and self._device is None:
             self._device = cuda.current_device()
 
     def processors(self) -> frozenset[int]:
-        """Those that the device is plugged in beside; none in particular where there is no device."""
+        """Returns the processors that the device is plugged in beside; empty, for no preference, if there is no
+        device."""
         address = None if self._device is None else cuda.pci_address(self._device)
         return frozenset() if address is None else processors_near(address)
 
@@ -47,7 +48,8 @@ class Pinning:
             log.warning("cannot pin a slot, so copies from the device go through a buffer and take CPU time: %s", error)
 
     def pin_later(self, slots: Iterable[Slot]) -> None:
-        """In the background: slots that were made before this process used CUDA. Until then they go by the buffer."""
+        """Pins, in the background, slots that were made before this process used CUDA. Until then, copies to them go
+        through the buffer."""
         late = [] if self._device is None else [slot for slot in slots if slot.path not in self._pinned]
 
         def pin() -> None:
@@ -64,7 +66,7 @@ class Pinning:
             self._thread = thread
 
     def unpin(self, slot: Slot) -> None:
-        """Before its memory goes."""
+        """Unpins a slot, before its memory is unmapped."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,6 +1,6 @@
-"""What is copied from one device for one slot, prepared once for as long as the same tensors go to the same places.
+"""The copies from one device for one slot, prepared once for as long as the same tensors go to the same places.
 
-A snapshot is to cost its thread no more than a call per copy: the views, and the windows that are compared, are made
+A snapshot must cost its thread no more than a call per copy: the views, and the windows that are compared, are made
 when they are first needed and kept. Small tensors go to one buffer on the device, and from there in one piece.
 """
 
@@ -19,31 +19,32 @@ from ckptlib.staging.pinned_ring import Move
 from ckptlib.state.raw_bytes import bytes_of, dense, is_bytes
 
 MOVE_BYTES = 64 << 20
-"""Of one copy over the link: whoever asks for a number in between waits no longer than for that (1 to 3 ms). Divides
-`PIN_BYTES`."""
+"""The most bytes of one copy over the link: whoever reads a number from the device in between waits no longer than for
+that (1 to 3 ms). Divides `PIN_BYTES`."""
 
 SAMPLE_BYTES = 64
 
 NUM_WINDOWS = 8
-"""Places at which a tensor is looked at, drawn at random; each snapshot looks at one of them."""
+"""The number of places, drawn at random, at which a tensor may be sampled; each snapshot samples one of them."""
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where shards lie, on a device and where they go; in the same order."""
+    """Where shards lie on a device, and where they go; in the same order."""
 
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
-    """Of the same dtype and shape; contiguous."""
+    """Of the sources' dtypes and shapes; contiguous."""
 
 
 class Inside:
     """Copies within the memory of a device."""
 
     def __init__(self, places: Places) -> None:
-        """One kernel for hundreds of tensors, as long as it takes them for numbers of one width."""
+        """Groups tensors by the width of the numbers that they can be copied as: one kernel then copies hundreds of
+        them."""
         self._groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._odd: list[tuple[torch.Tensor, torch.Tensor]] = []
         for source, target in zip(places.sources, places.targets, strict=True):
@@ -63,15 +64,15 @@ class Inside:
 
 
 def _word(source: torch.Tensor, target: torch.Tensor) -> torch.dtype:
-    """The widest numbers that the bytes of both can be taken for."""
+    """Returns the widest number type that the bytes of both can be viewed as."""
     common = source.nbytes
-    for tensor in (source, target):  # torch minds where the storage begins, the device where the address is
+    for tensor in (source, target):  # torch checks the offset in the storage, the device the address
         common |= tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
     return next(word for word in _WORDS if common % word.itemsize == 0)
 
 
 class Round(NamedTuple):
-    """Tensors that are gathered in memory of the device which other rounds use, too, and brought to the host."""
+    """Tensors that are gathered in memory of the device, which other rounds use too, and brought to the host."""
 
     memory: torch.Tensor
     inside: Inside
@@ -95,10 +96,10 @@ class Across:
         return bool(self._rounds or self._moves or self._odd)
 
     def moves(self) -> Iterable[Move]:
-        """None of them longer than `MOVE_BYTES`, nor to two registrations; each to be begun before the next is asked
-        for, on the current stream: what follows may overwrite its source."""
+        """Yields the copies. None is longer than `MOVE_BYTES`, or goes to two registrations. Each must be begun on the
+        current stream before the next is asked for: what follows may overwrite its source."""
         for memory, inside, runs in self._rounds:
-            memory.zero_()  # also what lies between its tensors
+            memory.zero_()  # also the gaps between its tensors
             inside.enqueue()
             yield from runs.moves()
         yield from self._moves
@@ -119,10 +120,11 @@ class _Windows(NamedTuple):
 
 
 class Samples:
-    """A few bytes of every tensor that is copied behind the fence, before and after the copy, and as it was copied."""
+    """Samples of every tensor that is copied behind the fence: a few bytes before and after the copy, and as they were
+    copied."""
 
     def __init__(self, names: list[str], places: Places, device: torch.device | None, on_device: bool) -> None:
-        """`on_device`: whether the targets are in the memory of `device`; else they are looked at on the host."""
+        """`on_device`: whether the targets are in memory of `device`; else they are sampled on the host."""
         self.names, self._on_device = names, on_device
         self._sources = [bytes_of(source) for source in places.sources]
         self._targets = [bytes_of(target) for target in places.targets]
@@ -135,7 +137,7 @@ class Samples:
         self._found = accelerator.pinned(3 * len(names) * SAMPLE_BYTES).view(shape)
 
     def look_before(self) -> None:
-        """On the current stream, as all of these; at places drawn anew."""
+        """Samples the sources before the copy, at places drawn anew. On the current stream, as all of these methods."""
         self._at = self._random.randrange(NUM_WINDOWS)
         while len(self._windows) <= self._at:
             self._windows.append(self._draw())
@@ -156,12 +158,12 @@ class Samples:
         )
 
     def take(self) -> None:
-        """To the host."""
+        """Brings the samples to the host."""
         if self.names:
             self._found.copy_(self._rows, non_blocking=True)
 
     def written(self) -> list[str]:
-        """What was written to meanwhile; once that has landed, and the copies."""
+        """Returns the names of tensors that were written to meanwhile. Only once samples and copies are on the host."""
         if not self.names:
             return []
         before, after, copied = self._found
@@ -181,16 +183,16 @@ class DeviceWork:
     """The copies of one device for one slot."""
 
     inside_now: Inside
-    """To memory of the device, before training goes on."""
+    """Copies to memory of the device, made before training goes on."""
     across_now: Across
-    """To the host, before training goes on."""
+    """Copies to the host, made before training goes on."""
     inside_later: Inside
-    """To memory of the device, behind the fence; where there is some for all."""
+    """Copies to memory of the device, made behind the fence, if there is memory for all."""
     across_later: Across
-    """To the host, behind the fence; where there is none."""
+    """Copies to the host, made behind the fence, if there is no such memory."""
     then: Across
-    """From memory of the device to the host: nothing waits for it."""
+    """Copies from memory of the device to the host, for which nothing waits."""
     samples: Samples
-    """Of what is copied behind the fence."""
+    """Samples of what is copied behind the fence."""
     home: torch.Tensor
-    """Bytes of the host that all of it ends up in."""
+    """Bytes of the host to which all of it goes."""

@@ -1,12 +1,12 @@
-"""Replica digests: what this rank holds of what other ranks hold, too, digested at a save.
+"""Replica digests: at each save, digests of what this rank holds and other ranks hold, too.
 
-What no optimizer owns is digested whole, every time. Of what an optimizer owns, and of frozen parameters, a sample is:
-one window of each tensor, at a place that is the same on all ranks and new at each save. Where the save asks for it,
+Tensors that no optimizer owns are digested whole, every time. Tensors that an optimizer owns, and frozen parameters,
+are sampled: one window of each, at a place that is the same on all ranks and new at each save. If the save asks for it,
 everything is digested whole.
 
-What may change as soon as `after_step` returns is read before that: small tensors through one buffer that is used again
-and again, large ones where they lie, those of a device on the stream of the training, which nobody waits for. What is
-copied behind the fence is read there as well, by the staging thread.
+Whatever may change as soon as `after_step` returns is read before that: small tensors through one buffer that is
+reused, large ones where they lie, those of a device on training's stream, for which nobody waits. What is copied behind
+the fence is read there as well, by the staging thread.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ckptlib.staging.tensor_digests import digest_there
 from ckptlib.state.raw_bytes import bytes_of, dense, is_bytes
 
 SAMPLE_BYTES = 128
-"""Of each tensor that is sampled. Where two ranks' training has drifted apart, nearly all elements differ."""
+"""Bytes of each sampled tensor. If training has drifted apart between two ranks, nearly all elements differ."""
 
 _BUFFER_BYTES = 1 << 20
-"""Small tensors pass through the cache, not through memory."""
+"""The buffer's size: small tensors pass through the cache, not through memory."""
 
 _DIGEST_THERE_FROM_BYTES = 4096
-"""On a device: below it, a tensor's bytes are gathered with all others; a digest of its own costs more launches."""
+"""On a device, smaller tensors are gathered with all others: a digest of their own costs more launches."""
 
 Ranks = tuple[int, ...]
 
@@ -45,11 +45,11 @@ class Way(enum.Enum):
     """How much of a tensor is digested."""
 
     WHOLE = enum.auto()
-    """All of it: anybody may write to it."""
+    """The whole tensor: anybody may write to it."""
     SAMPLED = enum.auto()
-    """A window: an optimizer is its only writer."""
+    """One window: an optimizer is its only writer."""
     FROZEN = enum.auto()
-    """A window, and whether that of the save before is as it was."""
+    """One window, and whether that of the save before is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Replica:
     """One box of a tensor, as this rank and others hold it."""
 
     ranks: Ranks
-    """All that hold it, ascending."""
+    """All ranks that hold it, ascending."""
     name: str
     tensor: torch.Tensor
     late: bool
@@ -73,32 +73,32 @@ class Replica:
 NOT_READ = b""
 
 Kind = tuple[str, Way, int | None]
-"""Of a large tensor: its name, and how it is digested."""
+"""How a large tensor is read: its name, its way, and the bytes of its window; None if it is digested."""
 
 
 class Seen(NamedTuple):
-    """What one save read, to which the next compares what it finds. It keeps no tensor."""
+    """What one save read, which the next compares with what it finds. It keeps no tensor."""
 
     kinds: list[Kind]
     places: list[int]
     values: list[bytes]
-    """Filled by the time that the next save begins, but for what a snapshot that came to nothing did not read."""
+    """Filled by the time that the next save begins, except what a failed snapshot did not read."""
 
 
 class Reading:
-    """What is read for one save."""
+    """Reads the replicas of one save."""
 
     def __init__(self, number: int, readers: _Readers, small: dict[Ranks, bytes], before: Seen | None) -> None:
         self.number = number
         self.places = readers.places(number)
-        """Of the windows of large tensors."""
+        """The places of the windows of large tensors."""
         self.values: list[bytes] = [NOT_READ] * len(readers.large)
-        """Of large tensors: windows or digests."""
+        """Windows or digests of large tensors."""
         self.moved: frozenset[str] = frozenset()
         """Frozen tensors that have changed since the reading before; known when it is finished."""
         self._readers, self._small, self._before = readers, small, before
         self._witnesses: dict[int, bytes] = {}
-        """Of the frozen among them: the windows of the reading before, as they are now."""
+        """For frozen large tensors: the windows of the reading before, as they are now."""
         self._arrivals = self._gather()
         for i in readers.now:
             self._read(i)
@@ -109,16 +109,16 @@ class Reading:
 
     @property
     def late(self) -> bool:
-        """Whether some of it is to be read behind the fence."""
+        """Whether some tensors are read behind the fence."""
         return bool(self._readers.late)
 
     def read_late(self) -> None:
-        """From the staging thread, while the fence is closed."""
+        """Reads those, from the staging thread, while the fence is closed."""
         for i in self._readers.late:
             self._read(i)
 
     def finish(self, rank: int) -> Check:
-        """This rank's check. Waits for devices; from the staging thread, after `read_late`."""
+        """Returns this rank's check. Waits for devices; called from the staging thread, after `read_late`."""
         for device in self._readers.on_devices:
             cuda.relax_capture(device)
         for arrive in self._arrivals:
@@ -137,7 +137,7 @@ class Reading:
         return check_of(self.number, rank, digests)
 
     def let_go(self) -> None:
-        """Of all tensors; once it is finished, or will not be."""
+        """Lets go of all tensors, once the reading is finished, or will not be."""
         self._readers, self._arrivals = _Readers((), whole=False), []
 
     def _read(self, i: int) -> None:
@@ -151,7 +151,7 @@ class Reading:
             self._witnesses[i] = bytes(data[place : place + width])
 
     def _gather(self) -> list[Callable[[], None]]:
-        """Has devices gather theirs; what is returned waits for it, and takes it."""
+        """Has devices gather their tensors' bytes; each function returned waits for one device, and takes its bytes."""
         arrivals: list[Callable[[], None]] = []
         for device, indices in self._readers.on_devices.items():
             pieces: list[torch.Tensor] = []
@@ -184,12 +184,12 @@ def _taking(
 
 
 class ReplicaDigests:
-    """Of one plan, as long as its tensors lie where they lie. Main thread."""
+    """Digests the replicas of one plan, as long as its tensors stay where they are. Main thread."""
 
     def __init__(self, replicas: Sequence[Replica], before: ReplicaDigests | None = None) -> None:
-        """`replicas`: in the same order on all that hold them, those of the same holders one behind the other.
+        """`replicas`: in the same order on all ranks that hold them; those of the same holders follow each other.
 
-        `before`: where they lay until now.
+        `before`: the digests used until now, when the tensors were elsewhere.
         """
         self._replicas = replicas
         self._readers: dict[bool, _Readers] = {}
@@ -197,7 +197,7 @@ class ReplicaDigests:
 
     @torch.no_grad()
     def begin(self, number: int, whole: bool) -> Reading:
-        """Reads what must be read before the training goes on. `whole`: nothing is only sampled."""
+        """Reads what must be read before training goes on. `whole`: nothing is only sampled."""
         if whole not in self._readers:
             self._readers[whole] = _Readers(self._replicas, whole)
         readers = self._readers[whole]
@@ -208,7 +208,7 @@ class ReplicaDigests:
         return reading
 
     def let_go(self) -> None:
-        """Of all tensors. Good for nothing from then on but as `before` of others."""
+        """Lets go of all tensors. From then on, serves only as `before` of another."""
         self._replicas, self._readers = (), {}
 
     def nbytes_inline(self, whole: bool) -> int:
@@ -217,14 +217,14 @@ class ReplicaDigests:
 
 
 class _Readers:
-    """How each replica is read, if everything is digested whole, or not."""
+    """How each replica is read, with everything digested whole, or not."""
 
     def __init__(self, replicas: Sequence[Replica], whole: bool) -> None:
         self.large: list[Replica] = []
         self.widths: list[int | None] = []
-        """Of each large one: bytes of its window; None: its digest is taken."""
+        """The bytes of each large tensor's window; None if it is digested whole."""
         self.groups: dict[Ranks, tuple[int, int]] = {}
-        """By holders: which large ones are theirs, from and to."""
+        """The large tensors of each set of holders: the indices from and to."""
         self.on_devices: dict[torch.device, list[int]] = {}
         self._small: list[_Small] = []
         for ranks, group in itertools.groupby(replicas, lambda replica: replica.ranks):
@@ -266,12 +266,12 @@ class _Readers:
         return large + sum(small.nbytes for small in self._small)
 
     def data(self, i: int) -> memoryview:
-        """The bytes of a large tensor in host memory; those of a strided one are put together each time."""
+        """Returns the bytes of a large tensor in host memory; a strided one is made contiguous each time."""
         found = self._views.get(i)
         return bytes_of(dense(self.large[i].tensor)).numpy().data if found is None else found
 
     def places(self, number: int) -> list[int]:
-        """Of the window of each large tensor."""
+        """Returns the place of each large tensor's window."""
         drawn = [raw for ranks, (i, j) in self.groups.items() if j > i for raw in _draw(number, ranks, j - i, 0)]
         return [
             0 if width is None else int(raw) % (replica.tensor.nbytes - width + 1)
@@ -279,27 +279,27 @@ class _Readers:
         ]
 
     def read_small(self, number: int) -> dict[Ranks, bytes]:
-        """By holders: a digest of all their small tensors."""
+        """Returns a digest of all small tensors of each set of holders."""
         return {small.ranks: small.read(number) for small in self._small}
 
 
 class _Small:
-    """The small tensors of the same holders, read through a buffer by few calls of C."""
+    """The small tensors of one set of holders, read through a buffer by few calls of C."""
 
     def __init__(self, ranks: Ranks, replicas: Sequence[tuple[Replica, int]]) -> None:
-        """Each with the bytes of its window."""
+        """`replicas`: each with the bytes of its window."""
         self.ranks = ranks
         tensors, self._widths = [replica.tensor for replica, _ in replicas], [width for _, width in replicas]
         self._rooms = np.array([t.nbytes - w + 1 for t, w in zip(tensors, self._widths, strict=True)], np.uint64)
         self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         self._strided = [(i, tensor) for i, tensor in enumerate(tensors) if not is_bytes(tensor)]
         self._fixed = not self._strided and bool((self._rooms == 1).all())
-        """Whether each is always read at the same place."""
+        """Whether each tensor is always read at the same place."""
         self.nbytes = sum(self._widths)
         self._batches = [
             (batch, Pieces(self._addresses[batch].tolist(), self._widths[batch])) for batch in _batches(self._widths)
         ]
-        """Each with the tensors that are read together."""
+        """Tensors that are read together, and their pieces."""
         self._scratch = Scratch()
 
     def read(self, number: int) -> bytes:
@@ -322,7 +322,7 @@ class _Small:
 
 
 def _batches(widths: Sequence[int]) -> list[slice]:
-    """So many at once that they stay in the cache."""
+    """Splits tensors into batches that stay in the cache."""
     found, first, nbytes = list[slice](), 0, 0
     for i, width in enumerate(widths):
         nbytes += width
@@ -333,11 +333,11 @@ def _batches(widths: Sequence[int]) -> list[slice]:
 
 
 def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Random numbers of 64 bits that all these ranks draw alike."""
+    """Returns 64-bit random numbers that all these ranks draw alike."""
     key = xxhash.xxh3_64_intdigest(_in_words(what, ranks), seed=number % 2**32)
     return np.random.Philox(key=key).random_raw(count)
 
 
-@lru_cache(maxsize=64)  # of 16,384 ranks that takes 1 ms, for each draw of each save
+@lru_cache(maxsize=64)  # with 16,384 ranks it takes 1 ms, for each draw of each save
 def _in_words(what: int, ranks: Ranks) -> bytes:
     return repr((what, ranks)).encode()

@@ -1,8 +1,8 @@
-"""Memory of a device for snapshots: how much of it the training leaves, and which of it is in use.
+"""Memory of a device for snapshots: how much of it training leaves, and which of it is in use.
 
-The training's peak is what torch measured, without what was taken here: what is granted once is not there to be granted
-again, though the driver and the allocator show it as before until the training comes to its next peak. A program may
-have torch measure it anew at any time, so at first all that the allocator has reserved counts as well.
+Training's peak is what torch measured, less what was taken here. What is granted once must not be granted again, though
+the driver and the allocator show it as free until training comes to its next peak. A program may have torch measure the
+peak anew at any time, so at first all that the allocator has reserved counts as well.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ckptlib.staging.prepared_copies import DeviceWork
 log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 1 << 30
-"""Left free beside a copy in the device's own memory: what fragments, and other libraries, take."""
+"""Bytes left free beside a copy in the device's own memory, for fragmentation and other libraries."""
 
 NUM_SPARES = 2
-"""One is copied to the host while the next snapshot is copied into the other: no fence waits for the link."""
+"""One copy goes to the host while the next snapshot goes to the other: no fence waits for the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class Figures:
     """Bytes of a device."""
 
     free: int
-    """As the driver has it."""
+    """Free bytes, as the driver reports them."""
     reserved: int
-    """By torch's allocator, in use or not."""
+    """Bytes reserved by torch's allocator, in use or not."""
     peak: int
-    """The most that was ever allocated at one time."""
+    """The most bytes that were ever allocated at one time."""
     private: int
-    """Reserved for graphs alone, and not allocated now."""
+    """Bytes reserved for graphs alone, and not allocated now."""
 
 
 def figures(device: torch.device) -> Figures | None:
-    """None where torch cannot say."""
+    """Returns a device's figures; None if torch cannot say."""
     module: Any = torch.get_device_module(device)
     try:
         free, _ = module.mem_get_info(device)
@@ -55,39 +55,39 @@ def figures(device: torch.device) -> Figures | None:
 
 @dataclass(slots=True)
 class Grant:
-    """Bytes that somebody has of a device."""
+    """Bytes of a device that one owner has."""
 
     nbytes: int = 0
 
 
 class Room:
-    """What a device has to spare beside its training. All Checkpointers of a process share it: what one of them was
-    granted is in the peak that torch has measured."""
+    """The memory that a device has to spare beside its training. All Checkpointers of a process share it: what one of
+    them was granted is in the peak that torch has measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._training: int | None = None
-        """The most that the training alone was seen to need; None before the first look."""
+        """The most bytes that training alone was seen to need; None before the first look."""
         self._peak = 0
-        """As it was measured when the last grant was made or given back."""
+        """The peak when the last grant was made or given back."""
         self.granted = 0
         self._left: list[Grant] = []
-        """Of those who were collected and had given nothing back, such as a Checkpointer that nobody closed."""
+        """Grants of owners that were collected and gave nothing back, such as a Checkpointer that nobody closed."""
 
     def grant_to(self, owner: object) -> Grant:
-        """What `owner` has: nothing yet. It has it for as long as it lives, whether it gives it back or not."""
+        """Returns the grant of `owner`: nothing yet. It lasts as long as the owner lives, whether given back or not."""
         grant = Grant()
-        finalize(owner, self._left.append, grant).atexit = False  # any thread may collect: no call of a device there
+        finalize(owner, self._left.append, grant).atexit = False  # any thread may collect: it must call no device
         return grant
 
     def nbytes(self) -> int:
-        """How much can be granted now."""
+        """Returns how many bytes can be granted now."""
         found = figures(self._device)
         if found is None:
             return 0
         if self._training is None:
             self._training = found.reserved - found.private
-        if found.peak != self._peak:  # reached with all in place that is granted now, or measured anew
+        if found.peak != self._peak:  # reached with all current grants in place, or measured anew
             self._training = max(self._training, found.peak - self.granted)
             self._peak = found.peak
         while self._left:
@@ -95,19 +95,19 @@ class Room:
         return max(found.free + found.reserved - found.private - self._training - self.granted - MARGIN_BYTES, 0)
 
     def take(self, sizes: Collection[int]) -> list[torch.Tensor] | None:
-        """Zeroed bytes, of all sizes or of none."""
+        """Takes zeroed memory, of all sizes or of none; None if there is no room."""
         if sum(sizes) > self.nbytes():
             return None
         try:
             memory = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
-        except torch.OutOfMemoryError:  # it is in pieces
+        except torch.OutOfMemoryError:  # memory is fragmented
             return None
         self._change(sum(sizes))
         return memory
 
     def give_back(self, nbytes: int) -> None:
-        """What was granted is free again."""
-        self.nbytes()  # a peak that came since was reached with all that was granted until now
+        """Notes that granted bytes are free again."""
+        self.nbytes()  # a peak since then was reached with all that was granted until now
         self._change(-nbytes)
 
     def _change(self, nbytes: int) -> None:
@@ -117,7 +117,7 @@ class Room:
 
 
 _rooms: dict[torch.device, Room] = {}
-"""As long as the process: the peak that torch has measured lasts as long."""
+"""Kept as long as the process lives: the peak that torch has measured lasts as long."""
 
 
 class Spare:
@@ -127,11 +127,11 @@ class Spare:
 
     def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:
         self.memory = memory
-        """By the rank whose snapshot it is."""
+        """The memory, by the rank whose snapshot it is for."""
         self.busy = False
-        """Whether a snapshot in it is still on its way to the host. Set by the main thread, cleared by any."""
+        """Whether a snapshot in it is still on its way to the host. The main thread sets it, any thread clears it."""
         self.works: WeakKeyDictionary[Pairs, DeviceWork] = WeakKeyDictionary()
-        """The copies by way of it: views of it, so nobody else keeps them. Main thread."""
+        """The copies by way of this memory: they are views of it, so nobody else keeps them. Main thread."""
 
     @property
     def nbytes(self) -> int:
@@ -140,33 +140,33 @@ class Spare:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What one slot has to hold."""
+    """The size and layout of one slot's body."""
 
     layout: object
-    """What lies where in it; compared by identity."""
+    """The layout of the body; compared by identity."""
     nbytes: int
 
 
 class Spares:
-    """Of one device; main thread, but for `Spare.busy`."""
+    """The spare memory of one device; main thread, but for `Spare.busy`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._room = _rooms.setdefault(device, Room(device))
         self._grant = self._room.grant_to(self)
         self._bodies: dict[int, Body] = {}
-        """By rank: for which there is memory, or was none."""
+        """The bodies for which memory was taken, or was lacking, by rank."""
         self._spares: list[Spare] = []
         self._leaving: list[Spare] = []
-        """Of another layout, still on their way to the host."""
+        """Memory for an earlier layout, still on its way to the host."""
 
     @property
     def ready(self) -> bool:
-        """Whether the next snapshot need not wait for an earlier one's way to the host."""
+        """Whether the next snapshot need not wait until an earlier one is on the host."""
         return not self._spares or not all(spare.busy for spare in self._spares)
 
     def take(self, bodies: Mapping[int, Body]) -> Spare | None:
-        """Memory for these, by rank, busy from now on; None where there is none.
+        """Returns memory for these bodies, by rank, busy from now on; None if there is none.
 
         It is for all of them or for none: a fence that waits for the link of one waits as long as for that of all.
         """
@@ -181,7 +181,8 @@ class Spares:
         return spare
 
     def _replace(self) -> None:
-        """Memory is given back before there is another; that of a snapshot on its way when it has arrived."""
+        """Replaces the memory. It is given back before more is taken; that of a snapshot in flight when it has
+        arrived."""
         self._leaving += self._spares
         self._spares = []
         self._fill()
@@ -201,7 +202,7 @@ class Spares:
             )
 
     def _fill(self) -> None:
-        """Gives back the memory of what has arrived, and takes what is lacking, if there is room."""
+        """Gives back the memory of snapshots that have arrived, and takes what is lacking, if there is room."""
         self._leaving = [spare for spare in self._leaving if spare.busy]
         self._give_back(sum(spare.nbytes for spare in (*self._leaving, *self._spares)))
         sizes = {rank: body.nbytes for rank, body in self._bodies.items()}
@@ -213,11 +214,11 @@ class Spares:
             self._grant.nbytes += self._spares[-1].nbytes
 
     def _give_back(self, nbytes_left: int) -> None:
-        """All that was granted but so many bytes."""
+        """Gives back all that was granted except `nbytes_left`."""
         self._room.give_back(self._grant.nbytes - nbytes_left)
         self._grant.nbytes = nbytes_left
 
     def close(self) -> None:
-        """Gives all of it back."""
+        """Gives all memory back."""
         self._bodies, self._spares, self._leaving = {}, [], []
         self._give_back(0)

@@ -1,6 +1,6 @@
 """Staging: the copy of this rank's shards into a slot, and the seal that makes it a snapshot.
 
-Whatever has not earned its overlap is copied before `begin` returns; the rest by a thread, behind the fence. When
+Tensors that have not earned overlap are copied before `copy` returns; the rest by a thread, behind the fence. If
 somebody wrote past the fence meanwhile, the snapshot is torn and never becomes ready.
 """
 
@@ -39,27 +39,27 @@ from ckptlib.staging.spare_memory import Body
 log = logging.getLogger(__name__)
 
 COPY_TIMEOUT_S = 600.0
-"""A copy runs at memory speed; one that takes longer has lost its thread."""
+"""How long to wait for a copy. It runs at memory speed, so one that takes longer has lost its thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """What is copied into one slot."""
+    """The copies into one slot."""
 
     slot: Slot
     header: SlotHeader
-    """What the slot says while it is filled."""
+    """The slot's header while it is filled."""
     sources: Sequence[CopySource]
     offsets: tuple[int, ...]
-    """Of each source, in the body."""
+    """The offset of each source in the body."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """All of a snapshot but its bytes."""
+    """Everything of a snapshot except its bytes."""
 
     header: SlotHeader
-    """Without documents."""
+    """The slot's header, without documents."""
     layout: bytes
     table: Table
     values: Mapping[str, Json]
@@ -67,9 +67,9 @@ class Content:
     created: float
     algorithm: str
     exempt: bool = False
-    """Whether the step is to stay for good."""
+    """Whether the step stays for good."""
     account: Mapping[str, Json] = field(default_factory=dict)
-    """What the start of the job had spent its time on by then; see `format.account`."""
+    """How this start of the job had spent its time by then; see `format.account`."""
 
 
 class Staging:
@@ -80,13 +80,13 @@ class Staging:
         self.content = content
         self.error: Exception | None = None
         self.seconds = 0.0
-        """Of the copy behind the fence."""
+        """Seconds of the copy behind the fence."""
         self.fence_s = 0.0
         """Seconds that threads waited for that copy."""
         self.device_copies: list[DeviceCopies] = []
-        """Under way on devices."""
+        """Copies in flight on devices."""
         self.check = compared(content.header.number)
-        """What this rank says of what others hold, too; known when it is sealed."""
+        """This rank's check of what others hold, too; known when the snapshot is sealed."""
         self._copied = threading.Event()
         self._sealed = threading.Event()
         self._hand_over: Callable[[], None] | None = None
@@ -97,23 +97,24 @@ class Staging:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What the body raises fails it, but for Ctrl-C: other ranks begin theirs, and learn of it by this one's."""
+        """Fails the snapshot with what the body raises, except Ctrl-C: other ranks begin theirs, and learn of the
+        failure by this one's."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, CkptError):
                 log.error("the snapshot of step %d could not be begun: %s", self.step, traceback.format_exc())
-            self.error = error.with_traceback(None)  # whose frames would keep tensors that were made for it
+            self.error = error.with_traceback(None)  # its frames would keep tensors that were made for the snapshot
 
     def go(self) -> None:
-        """Has the thread begin, unless it has. Main thread."""
+        """Has the thread begin, unless it has already. Main thread."""
         if self._hand_over is not None:
             self._hand_over()
-            self._hand_over = None  # not before: after Ctrl-C in between, nobody would copy
+            self._hand_over = None  # only now: after Ctrl-C in between, nobody would copy
 
     def fail_left(self) -> None:
-        """Fails it unless it was let `go`: who began it was interrupted in between, as by Ctrl-C, and nothing may have
-        kept anybody from writing to its tensors since. Never while it is begun: see `Outcomes.turn`."""
+        """Fails the snapshot unless `go` was called: the caller was interrupted in between, as by Ctrl-C, and nothing
+        may have kept anybody from writing to its tensors since. Never called while it is begun: see `Outcomes.turn`."""
         if self._hand_over is not None:
             self.error = SaveFailed(f"step {self.step} was not saved: it was interrupted as its snapshot began")
             self.go()
@@ -123,7 +124,7 @@ class Staging:
 
         Raises WaitTimeout.
         """
-        self.go()  # who was interrupted before that had closed the fence already, or nobody would wait here
+        self.go()  # an interrupted caller had closed the fence already, or nobody would wait here
         began = time.perf_counter()
         for copies in self.device_copies:
             copies.hold_compute()
@@ -134,21 +135,21 @@ class Staging:
 
     @property
     def copied(self) -> bool:
-        """Whether nobody has to wait any more, on whatever stream, before the sources are written to."""
+        """Whether nobody has to wait any more, on any stream, before writing to the sources."""
         return self._copied.is_set() and (self.done or all(copies.read for copies in self.device_copies))
 
     @property
     def done(self) -> bool:
-        """Whether it is ready or has failed."""
+        """Whether the snapshot is ready or has failed."""
         return self._sealed.is_set()
 
     def wait_done(self, timeout_s: float | None) -> None:
-        """Returns when it is ready or has failed. Raises WaitTimeout."""
+        """Returns when the snapshot is ready or has failed. Raises WaitTimeout."""
         if not self._sealed.wait(timeout_s):
             raise WaitTimeout(f"the snapshot of step {self.step} was not ready within {timeout_s} s")
 
     def wait_sealed(self, timeout_s: float | None) -> None:
-        """Returns when it is ready. Raises what made it fail, or WaitTimeout. Any thread."""
+        """Returns when the snapshot is ready. Raises the error that made it fail, or WaitTimeout. Any thread."""
         self.wait_done(timeout_s)
         if self.error is not None:
             raise self.error
@@ -165,7 +166,7 @@ class Stager:
     ) -> None:
         """`on_begun` is called from the thread before it copies, `on_sealed` when a staging is ready or has failed.
 
-        `spare`: whether devices keep a copy in memory of their own, where it fits, so that the fence waits for no link.
+        `spare`: whether devices keep a copy in their own memory, if it fits, so that the fence waits for no link.
         """
         self._on_sealed = on_sealed
         self._on_begun = on_begun
@@ -176,7 +177,7 @@ class Stager:
         self._own: tuple[Table | None, tuple[int, ...]] = None, ()
         """The last table, and its offsets."""
         self._begun: Staging | None = None
-        """The newest one."""
+        """The newest staging."""
         self._jobs = JobThread("stage")
 
     def start(self) -> None:
@@ -184,7 +185,7 @@ class Stager:
         self._jobs.start()
 
     def begin(self, slot: Slot, content: Content) -> Staging:
-        """A snapshot of which nothing is copied yet: see `copy`. Once it is there, it comes to an end."""
+        """Returns a snapshot of which nothing is copied yet: see `copy`. Once it exists, it comes to an end."""
         self.fail_left()
         staging = self._begun = Staging(slot, content)
         self._hand_over(staging, HostCopies((), self._random, self._scratch), None)
@@ -199,19 +200,19 @@ class Stager:
         spare: bool = True,
         reading: Reading | None = None,
     ) -> None:
-        """Copies what must be copied now; the thread does the rest after `Staging.go`. What it raises is to fail the
-        snapshot: what it has begun until then comes to its end before the slot is free.
+        """Copies what must be copied now; the thread does the rest after `Staging.go`. The caller fails the snapshot
+        with any error raised: copies begun by then end before the slot is free.
 
         `sources` are in the table's order.
 
         `local_replicas`: replicas of other ranks' snapshots, as far as this rank has the same shards. They are copied,
         too, when the snapshot is done.
 
-        `spare`: whether memory of the device may be taken for it, which is not before the training has shown its peak.
+        `spare`: whether memory of the device may be taken for it, which is not before training has shown its peak.
 
-        `reading`: of what other ranks hold, too, as far as it is not read yet; None where the ranks compared it before.
+        `reading`: of what other ranks hold, too, as far as it is not read yet; None if the ranks compared it before.
 
-        Raises NoRoom where a slot cannot be written, before anything is: one that still says it is ready keeps what it
+        Raises NoRoom if a slot cannot be written, before anything is: a slot that still says it is ready keeps what it
         holds.
         """
         header = replace(staging.content.header, sequence=staging.content.header.sequence - 1)
@@ -235,29 +236,29 @@ class Stager:
         self._hand_over(staging, host_copies, reading)
 
     def _hand_over(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
-        """What the thread does after `Staging.go`."""
+        """Sets what the thread does after `Staging.go`."""
         staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, host_copies, reading))
 
     def fail_left(self) -> None:
         """See `Staging.fail_left`."""
         if self._begun is not None:
             self._begun.fail_left()
-            self._begun = None  # not before: after Ctrl-C in between, it would never come to its end
+            self._begun = None  # only now: after Ctrl-C in between, it would never end
 
     def _offsets(self, table: Table, sources: Sequence[CopySource]) -> tuple[int, ...]:
-        """The very same ones as long as the table is."""
+        """Returns the table's offsets; the same object as long as the table is the same."""
         if self._own[0] is not table:
             self._own = table, table.begins(source.tensor.nbytes for source in sources)
         return self._own[1]
 
     @property
     def ready(self) -> bool:
-        """Whether another snapshot may begin: no memory of a device that it would go by is still on its way."""
+        """Whether another snapshot may begin: no device memory that it would go by is still on its way to the host."""
         return self._devices.ready
 
     @torch.no_grad()
     def _finish(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
-        if staging.done:  # handed over twice, as `go` was interrupted
+        if staging.done:  # handed over twice: `go` was interrupted
             return
         try:
             began = time.perf_counter()
@@ -275,13 +276,13 @@ class Stager:
                 staging.seconds = time.perf_counter() - began
                 host_copies.clear()
                 staging._copied.set()
-                # of all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
+                # all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
                 written = [name for copies in staging.device_copies for name in copies.finish()]
             _raise_torn(staging.step, written)
             if reading is not None:
                 staging.check = reading.finish(staging.content.header.rank)
             _seal(staging)
-        except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
+        except Exception as error:  # kept for whoever waits, and reported to the other ranks; the thread must live on
             staging.error = error
         if reading is not None:
             reading.let_go()
@@ -289,12 +290,13 @@ class Stager:
         staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
 
     def forget_tensors(self) -> None:
-        """The next snapshot looks up all that it copies, and takes memory of devices anew. Where none is under way."""
+        """Forgets all tensors: the next snapshot looks up all that it copies, and takes memory of devices anew. Only
+        while none is in flight."""
         self._known.clear()
         self._devices.clear()
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the copies in flight, and ends the thread."""
         self.fail_left()
         self._jobs.finish()
         self._known.clear()
@@ -310,7 +312,7 @@ def _raise_torn(step: int, written: Sequence[str]) -> None:
 
 
 def _seal(staging: Staging) -> None:
-    """Digests, documents, and last of all the header that says ready."""
+    """Writes digests, documents, and last of all the header that says ready."""
     content, slot = staging.content, staging.slot
     digest, body, table = digester(content.algorithm), slot.body, content.table
     digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]

@@ -1,6 +1,6 @@
-"""Digests of whole tensors, made where they are: in host memory by xxh3, on a device by operations of torch.
+"""Digests whole tensors where they are: in host memory by xxh3, on a device by operations of torch.
 
-Nothing is brought from a device but the digests, all of them in one transfer.
+Only the digests are brought from a device, all of them in one transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROWS_AT_ONCE = 4
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """One digest for each tensor's elements in row-major order, in hex. Waits for devices, once for each."""
+    """Returns one digest for each tensor's elements in row-major order, in hex. Waits for devices, once for each."""
     found = [""] * len(tensors)
     on_devices: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -41,10 +41,11 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 @torch.no_grad()
 def digest_there(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 of no dims on the tensor's own device; enqueued on the current stream, and not waited for.
+    """Returns an int64 without dimensions on the tensor's own device; enqueued on the current stream, and not waited
+    for.
 
-    Words of 32 bits, each times a random number of 64, added up modulo 2**64 (multilinear hashing: Carter and Wegman).
-    Two words that differ in their highest bits only still differ in 33 bits of the sum.
+    Each 32-bit word is multiplied by a random 64-bit number, and the products are added modulo 2**64 (multilinear
+    hashing: Carter and Wegman). Two words that differ in their highest bits only still differ in 33 bits of the sum.
     """
     data = bytes_of(dense(tensor))
     if data.storage_offset() % 4 or data.data_ptr() % 4:
@@ -60,10 +61,10 @@ def digest_there(tensor: torch.Tensor) -> torch.Tensor:
         sums += (rows.to(torch.int64) * weights).sum(1).unbind()
     tail = words[whole * _ROW_WORDS :]
     sums.append((tail.to(torch.int64) * weights[: tail.numel()]).sum())
-    # each sum in halves, or what differs in the highest bits of two of them could cancel
+    # each sum in halves: differences in the highest bits of two of them could cancel otherwise
     folded = torch.stack(sums)
     halves = torch.cat([folded & 0xFFFFFFFF, folded >> 32])
-    # by powers of two: one kept for every size would be thrown out by others, and brought anew, which waits
+    # by powers of two: if every size had its own, others would evict it, and bringing it anew waits
     weights = _more_weights(data.device, 1 << halves.numel().bit_length())
     return (halves * weights[: halves.numel()]).sum()
 
@@ -79,5 +80,5 @@ def _more_weights(device: torch.device, count: int) -> torch.Tensor:
 
 
 def _random_words(key: int, count: int) -> torch.Tensor:
-    """The same on every rank."""
+    """Returns random words, the same on every rank."""
     return torch.from_numpy(np.random.Philox(key=key).random_raw(count).view(np.int64))
