@@ -1,4 +1,4 @@
-"""Tensors of a state that lie in the same memory: within one of them, and one on top of another."""
+"""Tensors of a state that share memory: elements of one tensor, and one tensor on top of another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ckptlib.format.box import Box
 
 
 def repeats(tensor: torch.Tensor) -> bool:
-    """Whether two of a tensor's elements are one in memory, as in an expanded one: it cannot hold all values."""
+    """Returns whether two elements of a tensor share memory, as in an expanded one: such a tensor cannot hold all
+    values."""
     if tensor.is_contiguous():  # first: there may be thousands
         return False
     dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
@@ -27,9 +28,9 @@ def repeats(tensor: torch.Tensor) -> bool:
 
 
 def place(pieces: Sequence[tuple[Box, torch.Tensor]]) -> Hashable:
-    """What only pieces have in common of which each lies on its counterpart, element by element. All have memory.
+    """Returns a key that is equal for pieces which lie on each other element by element. All pieces must have memory.
 
-    Equal by this are also two tensors of one storage, such as a parameter and `parameter.detach()`.
+    Two tensors of one storage, such as a parameter and `parameter.detach()`, are equal by it, too.
     """
     return tuple(
         (box, piece.device, piece.data_ptr(), piece.dtype, piece.stride(), piece.is_conj(), piece.is_neg())

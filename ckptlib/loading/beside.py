@@ -1,8 +1,8 @@
-"""Saved state that stands beside a parameter in an optimizer, such as a momentum or a factor of it: how it is divided
-where the parameter is divided now.
+"""Divides saved state that belongs to a parameter of an optimizer, such as a momentum or a factor of it, where the
+parameter is divided now.
 
-Knows placements and boxes, and not what an optimizer means by its state: as the state was divided where the parameter
-was divided, so it is again.
+Knows placements and boxes, but not what an optimizer means by its state: state that was divided as the parameter was is
+divided as the parameter is.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ckptlib.state.subclasses import plain_like
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A parameter, then and now."""
+    """A parameter as it was saved and as it is now."""
 
     plan: LoadPlan
     path: str
-    """Of the parameter's state, as this program has it."""
+    """Path of the parameter's state in this program."""
     param: torch.Tensor
-    """As the optimizer has it here."""
+    """The parameter as the optimizer has it here."""
     by_hand: Sharded | None
-    """It is cut so here."""
+    """How the parameter is cut by hand here, if it is."""
     then: TensorEntry | None
-    """As it was saved, if it was."""
+    """The parameter as it was saved, if it was."""
     dtensors: Collection[str]
-    """Paths in its saved state, of the tensors that were DTensors and whole on each rank: a layout has these and plain
-    tensors alike."""
+    """Paths in its saved state of tensors that were DTensors and whole on each rank: a layout does not distinguish
+    these from plain tensors."""
 
     def make(self, key: str, entry: TensorEntry, now: object, dtype: torch.dtype) -> torch.Tensor | Sharded | None:
-        """What is to be filled with saved state; None: a plain tensor, whole on each rank.
+        """Returns memory to fill with a saved tensor of the state; None: a plain tensor, whole on each rank.
 
-        `key`: a path, below that of the parameter's state. `now`: what the optimizer has there, which does not fit.
+        `key`: a path below that of the parameter's state. `now`: what the optimizer has there, which does not fit.
         """
         why = self._why_not(key, entry, now)
         if why is not None:
@@ -58,7 +58,7 @@ class Beside:
         return None
 
     def nested(self, key: str, saved_name: str) -> Make:
-        """Gives what is to be filled within a container that the state has. `saved_name`: of that."""
+        """Returns a function that makes memory within a container of the state. `saved_name`: of the container."""
 
         def make(path: str, entry: TensorEntry, now: object) -> torch.Tensor | Sharded:
             found = self.make(segment_of(key) + path[len(saved_name) :], entry, now, torch_dtype(entry.dtype))
@@ -68,11 +68,11 @@ class Beside:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, here."""
+        """Shape of the whole parameter here."""
         return tuple(self.param.shape if self.by_hand is None else self.by_hand.shape)
 
     def _why_not(self, key: str, entry: TensorEntry, now: object) -> str | None:
-        """The message, where nothing tells which part of it belongs here."""
+        """Returns the message if nothing tells which part of the state belongs here; else None."""
         local = tuple(own_part(self.param).shape)
         if not entry.shape or key in self.dtensors or _is_sharded(entry) or is_elsewhere(self.param):
             return None
@@ -82,7 +82,7 @@ class Beside:
                 f"{list(local)}, as this rank's part of it is, which no other number of ranks could load: let it keep "
                 "a DTensor, as torch.zeros_like(param) makes it"
             )
-        # one number, such as a count, that all ranks have alike is right for all of the parameter, part or not
+        # a single number, such as a count, that all ranks have alike fits the whole parameter and any part of it
         is_one = prod(entry.shape) == 1
         if not is_one and entry.shape == self._part_then() and entry.shape != local and self.then is not None:
             return (
@@ -93,8 +93,8 @@ class Beside:
         return None
 
     def _was_like_the_parameter(self, entry: TensorEntry) -> bool:
-        """Whether state of a parameter's shape was divided as that was. So it is, for all that is known, where the
-        parameter was whole."""
+        """Returns whether state of a parameter's shape was divided as the parameter was. If the parameter was whole,
+        returns True: nothing is known to the contrary."""
         if self.then is None or entry.shape != self.then.shape or isinstance(entry.holding, ByHand):
             return True
         if isinstance(self.then.holding, ByHand):
@@ -102,7 +102,7 @@ class Beside:
         return all(dim == own for dim, own in self._dims(entry).items())
 
     def _dims(self, entry: TensorEntry) -> dict[int, int | None]:
-        """By dim of the parameter that was sharded: the dim of the state that was sharded with it, if any."""
+        """Maps each dim of the parameter that was sharded to the dim of the state that was sharded with it, if any."""
         if self.then is None or not isinstance(self.then.holding, Placed) or not isinstance(entry.holding, Placed):
             return {}
         placements, own = self.then.holding.placements, entry.holding.placements
@@ -117,7 +117,8 @@ class Beside:
         return dims
 
     def _part_then(self) -> tuple[int, ...] | None:
-        """The shape of each rank's part of the parameter, where that was sharded evenly."""
+        """Returns the shape of each rank's part of the parameter as it was saved, or None unless it was sharded
+        evenly."""
         if self.then is None or not _is_sharded(self.then):
             return None
         assert isinstance(self.then.holding, Placed)
@@ -128,7 +129,7 @@ class Beside:
 
 
 def _is_sharded(entry: TensorEntry) -> bool:
-    """Whether it was a DTensor that any axis of its mesh shards, be it of one rank."""
+    """Returns whether it was a DTensor that an axis of its mesh shards, even an axis of one rank."""
     placements = entry.holding.placements if isinstance(entry.holding, Placed) else ()
     return any(not isinstance(placement, Replicate) for placement in placements)
 
@@ -138,7 +139,7 @@ def _shape_of_plain(tensor: object) -> tuple[int, ...] | None:
 
 
 def _cut(param: Sharded, now: object, dtype: torch.dtype) -> Sharded:
-    """A piece that is cut as the parameter is: the one that is there, where it fits."""
+    """Returns a piece that is cut as the parameter is: the present one if it fits, else a new one."""
     piece = param.tensor
     if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (piece.shape, dtype):
         return Sharded(now, param.offset, param.shape)
@@ -146,9 +147,9 @@ def _cut(param: Sharded, now: object, dtype: torch.dtype) -> Sharded:
 
 
 def _placed(param: DTensor, dims: dict[int, int | None], entry: TensorEntry, dtype: torch.dtype) -> DTensor:
-    """A DTensor of a saved tensor's shape, sharded in these of its dims where those of the parameter are: see `_dims`.
+    """Returns a DTensor of a saved tensor's shape, sharded along these dims of it where the parameter is: see `_dims`.
 
-    A dim of the parameter that was not sharded before tells nothing: along that the tensor is whole on each rank.
+    A dim of the parameter that was not sharded before tells nothing: along it the tensor is whole on each rank.
     """
     placements = [_along(placement, dims, param.ndim) for placement in param.placements]
     coordinate = param.device_mesh.get_coordinate()
@@ -167,7 +168,7 @@ def _placed(param: DTensor, dims: dict[int, int | None], entry: TensorEntry, dty
 
 
 def _along(placement: Placement, dims: dict[int, int | None], ndim: int) -> Placement:
-    """The placement on the mesh axis where the parameter, of so many dims, has this one."""
+    """Returns the tensor's placement on the mesh axis where the parameter, which has `ndim` dims, has this one."""
     if isinstance(placement, (torch_placements.Shard, torch_placements._StridedShard)):
         dim = dims.get(placement.dim % ndim)
         if dim is not None and isinstance(placement, torch_placements._StridedShard):

@@ -1,4 +1,4 @@
-"""Which committed step of a store all ranks load: resolved once for all of them."""
+"""Resolves, once for all ranks, the committed step of a store that they load."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ckptlib.reading.committed import Committed
 
 
 def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Committed:
-    """One step for all ranks, read once. Collective. `best`: see `Catalog.resolve`."""
+    """Returns one step for all ranks, read once. Collective. `best`: see `Catalog.resolve`."""
     return Committed(catalog, resolve_manifest(group, catalog, step, best))
 
 
 def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
-    """As `resolve`: what says all of it."""
+    """Returns the manifest of the step that `resolve` returns."""
     return _read_once(group, catalog, f"resolving step {step}", lambda: resolve_as_put(catalog, step, best))
 
 
 def read_manifest(group: Group, catalog: Catalog, save: SaveId) -> Manifest:
-    """Of a step that was just listed, and is not listed again. Collective. Raises CheckpointNotFound."""
+    """Returns the manifest of a step that was just listed, and is not listed again. Collective. Raises
+    CheckpointNotFound."""
     return _read_once(group, catalog, f"reading step {save}", lambda: catalog.manifest_as_put(save))
 
 

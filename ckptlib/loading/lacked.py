@@ -1,4 +1,4 @@
-"""Names that only one of the two has, the checkpoint or the state: on which ranks, and what is told of them."""
+"""Names that only the checkpoint or only the state has: on which ranks, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 
 
 def lacked_anywhere(group: Group, wanted: Targets, generators: str) -> tuple[list[str], list[str], list[str]]:
-    """Saved names that no rank loads (ranks of a pipeline load different ones); names of some rank's state that the
-    checkpoint lacks and may lack; and names of plain values that some rank alone has saved, and none loads.
-    `generators`: what names of random state begin with, which are none of these. Collective.
+    """Returns saved names that no rank loads (ranks of a pipeline load different ones); names of some rank's state that
+    the checkpoint lacks and may lack; and names of plain values that only some ranks have saved and none loads. Omits
+    names of random state, which begin with `generators`. Collective.
     """
     mine = {name for name in wanted.unexpected if not name.startswith(generators)}
     excused, values = wanted.excused(wanted.missing), mine & wanted.plain
     if not group.any(bool(mine or excused)):
         return [], [], []
-    # In a pipeline each of a thousand ranks lacks thousands of names, and those of a stage the same.
+    # In a pipeline each of a thousand ranks lacks thousands of names, and the ranks of a stage lack the same.
     own_words = zlib.compress(json.dumps([sorted(mine), excused, sorted(values)]).encode(), 1)
     told = [json.loads(zlib.decompress(data)) for data in {*group.gather(own_words)}]
     lacked = set.intersection(*({*names} for names, _, _ in told))
@@ -43,8 +43,8 @@ def tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> 
 
 
 def tell_nothing_fits(step: int, wanted: Targets, generators: str) -> None:
-    """Logs that a load that is not strict leaves all of this rank's state as it is: somebody would train, or evaluate,
-    with what the program made. `generators`: as above."""
+    """Warns that a load which is not strict leaves all of this rank's state as it is: otherwise somebody would train,
+    or evaluate, with the initial state. `generators`: as above."""
     lacked = [name for name in wanted.missing if not name.startswith(generators)]
     if lacked and not wanted.values and all(want.name.startswith(generators) for want in wanted.wants):
         log.warning(

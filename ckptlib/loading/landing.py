@@ -1,7 +1,8 @@
-"""The way of bytes from a read onto a device: pinned buffers, two per thread, and a stream for each of them.
+"""Brings bytes from a read onto a device: through pinned buffers, two per thread, and a stream for each thread.
 
-A thread reads into one buffer while the other is on its way; the device cuts, casts and places what has arrived. From
-ordinary memory on the training's stream, each copy would hold up its thread, at a fifth of the link's speed.
+A thread reads into one buffer while the other is being copied; the device cuts, casts and places the bytes that have
+arrived. From ordinary memory on the training's stream, each copy would block its thread, at a fifth of the link's
+speed.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ import torch
 from ckptlib.devices import accelerator, cuda
 
 SMALLEST_BYTES = 1 << 20
-"""Of a buffer: to make one takes longer than to fill it."""
+"""The least bytes of a buffer: making one takes longer than filling it."""
 
 
 class _Berth:
-    """One thread's buffers and streams. Only its own thread uses it, until all is landed."""
+    """One thread's buffers and streams. Only its own thread uses it until everything has landed."""
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor | None] = [None, None]
         self.busy: list[list[torch.Event]] = [[], []]
-        """By buffer: the wait that must end before it is filled again."""
+        """By buffer: the events to wait for before it is filled again."""
         self.at = 0
         self.streams: dict[torch.device, torch.Stream] = {}
 
 
 class Landing:
-    """Of one load: made, and closed, by the thread that asks for it."""
+    """The landing of one load. The thread that loads makes and closes it."""
 
     def __init__(self, targets: Iterable[torch.Tensor]) -> None:
-        """No stream has these to read or to write any more."""
+        """No stream may still have these tensors to read or to write."""
         devices = set(map(accelerator.device_of, targets))
         self._devices = {device for device in devices if device is not None and accelerator.has_streams(device)}
         self._local = threading.local()
@@ -41,11 +42,12 @@ class Landing:
 
     @property
     def needed(self) -> bool:
-        """Whether anything comes ashore."""
+        """Whether any target is on a device with streams."""
         return bool(self._devices)
 
     def device(self, target: torch.Tensor) -> torch.device | None:
-        """The buffer for a target's bytes; None: they go straight there."""
+        """Returns the device for whose buffer a target's bytes are read; None: they are read straight into the
+        target."""
         if not self._devices:  # asked for each of thousands of small tensors
             return None
         found = accelerator.device_of(target)
@@ -59,7 +61,7 @@ class Landing:
         return found
 
     def buffer(self, nbytes: int, device: torch.device) -> memoryview:
-        """This thread's next buffer; its last content has landed."""
+        """Returns this thread's next buffer, after its last content has landed."""
         berth = self._berth()
         berth.at = 1 - berth.at
         while berth.busy[berth.at]:
@@ -72,7 +74,7 @@ class Landing:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Around work that reads this thread's buffer on the device; the buffer is reused only after it."""
+        """Wraps work that reads this thread's buffer on the device; the buffer is reused only after it."""
         berth = self._berth()
         stream = self._stream(berth, device)
         with accelerator.on(stream):
@@ -88,7 +90,7 @@ class Landing:
         return berth.streams[device]
 
     def close(self) -> None:
-        """Waits until all has landed, whatever became of the load: until then the buffers are the device's."""
+        """Waits until everything has landed, even if the load failed: until then the device uses the buffers."""
         for berth in self._berths:
             for events in berth.busy:
                 while events:

@@ -1,8 +1,8 @@
 """The plan of a load: the saved tensor or value for each name of the state, and the names that are missing or do not
 fit.
 
-Knows tensors and values; objects are made of these by `ckptlib.loading.trees`, modules and optimizers by
-`ckptlib.loading.match` and `ckptlib.loading.match_optimizers`.
+Knows tensors and values only. `ckptlib.loading.trees` makes objects of these, `ckptlib.loading.match` and
+`ckptlib.loading.match_optimizers` modules and optimizers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ckptlib.state.wrappers import is_extra_state
 Setter = Callable[[object], None] | None
 
 Make = Callable[[str, TensorEntry, object], torch.Tensor | Sharded]
-"""Gives what is to be filled with a saved tensor: by its path, its entry, and what the object has now, which does not
+"""Makes memory to fill with a saved tensor, from its path, its entry, and what the object has now, which does not
 fit."""
 
 
@@ -51,9 +51,9 @@ class Filler(NamedTuple):
     """The saved tensor that fills a tensor of the state."""
 
     tensor: object
-    """Kept alive, so that no other has its id."""
+    """Kept alive, so that no other tensor gets its id."""
     saved_name: str
-    """Of the saved tensor."""
+    """Name of the saved tensor."""
 
 
 class LoadPlan:
@@ -68,31 +68,31 @@ class LoadPlan:
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
         self._kinds: dict[str, str] = {}
-        """By name that is missing: the entry of another kind that the checkpoint has there."""
+        """Message by missing name, if the checkpoint has another kind of entry there."""
         self._notes: dict[str, str] = {}
-        """By name that is left: the message that tells more."""
+        """Message with more detail, by name that only one side has."""
         self._plain: set[str] = set()
-        """Names, mostly of plain values, that one side lacks, and nobody asked for by themselves."""
+        """Names, mostly of plain values, that one side lacks and that were not asked for by themselves."""
         self._foreign: dict[str, str] = {}
         self._values: dict[str, object] = {}
         self._finish: list[Callable[[], object]] = []
         self._used: set[str] = set()
-        """Names of the checkpoint that somebody took."""
+        """Names of the checkpoint that were taken."""
         self._filled: dict[int, Filler] = {}
         """By id of a tensor of the state."""
         self._begins: dict[int, tuple[Leaf, str]] = {}
         """By address: the first leaf that begins there, and the saved tensor that fills it."""
         self._places: dict[Hashable, str] = {}
-        """By place in memory, of those that begin where another does: the saved tensor that fills it. One memory may be
-        under two tensors of the state."""
+        """The saved tensor that fills a place in memory, for places that begin where another does. Two tensors of the
+        state may have the same memory."""
         self._apart: set[str] = set()
         """See `Targets.apart`."""
         self.alone: list[str] = []
         """See `Targets.alone`."""
 
     def targets(self, tops: Sequence[str] = ()) -> Targets:
-        """All that was collected. `tops`: the first level of the state's names."""
-        for want in self._wants:  # `state_dict()` of a module that was met later may have freed what it is to fill
+        """Returns everything that was collected. `tops`: the first level of the state's names."""
+        for want in self._wants:  # `state_dict()` of a module that was met later may have freed the memory to fill
             for _, piece in want.pieces:
                 refuse_freed(piece, want.name)
         idle, unused = self._asked.idle(), [*self._unexpected, *self._never_used()]
@@ -123,11 +123,11 @@ class LoadPlan:
         )
 
     def _never_used(self) -> Iterator[str]:
-        """Everything saved that nobody took."""
+        """Yields all saved names that were not taken."""
         saved = self.saved
         in_object = below_any(saved.objects)
         for name in (*saved.tensors, *saved.values, *saved.objects):
-            # what belongs to an object that is loaded as a whole is taken, or not, with it
+            # the parts of an object that is loaded as a whole are taken, or not, with it
             if name not in self._used and self._asked.expects(name) and not in_object(name):
                 yield name
 
@@ -135,22 +135,24 @@ class LoadPlan:
         return saved_name in self._used
 
     def use(self, saved_name: str) -> None:
-        """Somebody takes this name of the checkpoint."""
+        """Notes that a name of the checkpoint is taken."""
         self._used.add(saved_name)
 
     def miss(self, name: str, why: str | None = None) -> None:
-        """The state has this name, and the checkpoint has not. `why`: the message, where it tells more than that."""
+        """Notes a name that the state has and the checkpoint lacks. `why`: a message that tells more."""
         self._missing.append(name)
         if why is not None:
             self._notes[name] = why
 
     def excuse(self, name: str) -> None:
-        """That the checkpoint lacks this name is no reason to refuse the rest, unless it was asked for by itself."""
+        """Notes that the checkpoint may lack this name without the rest being refused, unless it was asked for by
+        itself."""
         if not self._asked.is_asked_for(name):
             self._plain.add(name)
 
     def miss_kind(self, name: str, saved_name: str, here: str) -> bool:
-        """Whether the checkpoint has another kind of entry there, which is noted. `here`: the kind in the state."""
+        """Returns whether the checkpoint has another kind of entry there, and notes it. `here`: the kind in the
+        state."""
         saved = self.saved
         if saved_name in saved.tensors:
             entry = saved.tensors[saved_name]
@@ -167,18 +169,19 @@ class LoadPlan:
         return True
 
     def leave(self, saved_name: str, why: str | None = None) -> None:
-        """Notes a name that the checkpoint has and the state lacks; unused names are found without this. `why`: the
-        message, where it tells more than that."""
+        """Notes a name that the checkpoint has and the state lacks; unused names are found without this. `why`: a
+        message that tells more."""
         self._unexpected.append(saved_name)
         if why is not None:
             self._notes[saved_name] = why
 
     def leave_foreign(self, saved_name: str, why: str) -> None:
-        """As `leave`, of state that an optimizer of this rank would not understand, whatever other ranks say."""
+        """Does what `leave` does, for state that an optimizer of this rank would not understand, whatever other ranks
+        say."""
         self._foreign[saved_name] = why
 
     def mismatch(self, text: str) -> None:
-        """Something does not fit; `text` begins with its name."""
+        """Notes that something does not fit; `text` begins with its name."""
         self._mismatched.append(text)
 
     def then(self, action: Callable[[], object]) -> None:
@@ -186,14 +189,14 @@ class LoadPlan:
         self._finish.append(action)
 
     def fill(self, leaf: Leaf | None, entry: TensorEntry) -> None:
-        """Wants this rank's pieces of a tensor, where it has any, filled with a saved one that fits."""
+        """Wants this rank's pieces of a tensor, if it has any, filled with a saved tensor that fits."""
         if leaf is None:
             return
         if not leaf.pieces or not self._tie(entry.name, self._filler(leaf, entry.name), leaf, entry):
             self._wants.append(want(leaf, entry))
 
     def _filler(self, leaf: Leaf, saved_name: str) -> str:
-        """The saved tensor that fills this very memory: this one, unless another does already."""
+        """Returns the saved tensor that fills this memory: this one, unless another does already."""
         first, its_name = self._begins.setdefault(leaf.pieces[0][1].data_ptr(), (leaf, saved_name))
         if first is leaf:  # nearly all: a place is made for few
             return saved_name
@@ -201,7 +204,8 @@ class LoadPlan:
         return self._places.setdefault(place(leaf.pieces), saved_name)
 
     def _tie(self, name: str, first: str, leaf: Leaf, entry: TensorEntry) -> bool:
-        """Whether another saved tensor, `first`, fills the same memory already; a mismatch if that has other values."""
+        """Returns whether another saved tensor, `first`, fills the same memory already; notes a mismatch if its values
+        differ."""
         if first == entry.name:
             return False
         if not self.saved.same(first, entry.name, [box for box, _ in leaf.pieces]):
@@ -212,7 +216,7 @@ class LoadPlan:
         return True
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
-        """Fills a tensor of the state in place."""
+        """Plans to fill a tensor of the state in place."""
         if not self.wanted(name):
             return
         saved_name = self.named(name)
@@ -225,9 +229,9 @@ class LoadPlan:
             self._fill(tensor, name, saved_name, self.cast)
 
     def fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
-        """Fills the inner tensors of an instance, if it is of the kind that was saved.
+        """Plans to fill the inner tensors of an instance, if it is of the kind that was saved.
 
-        Not even where dtypes may differ may these: a class reads them together.
+        Their dtypes must match even if `cast` is set: a class interprets them together.
         """
         if kind is None:
             if saved_name in self.saved.tensors:
@@ -264,7 +268,7 @@ class LoadPlan:
                 self.use(saved_name)
                 self.mismatch(f"{name}: target is a plain tensor, the checkpoint has a {kind.get('class')}")
             elif not is_elsewhere(tensor) and not self.miss_kind(name, saved_name, "a tensor"):
-                self.miss(name)  # where it is elsewhere, the ranks of its mesh say so
+                self.miss(name)  # if it is elsewhere, the ranks of its mesh report it
             return
         self.use(saved_name)
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
@@ -284,7 +288,7 @@ class LoadPlan:
             self._tie(name, first.saved_name, leaf, entry)
 
     def fills(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the state is going to be filled."""
+        """Returns whether a tensor of the state is going to be filled."""
         return id(tensor) in self._filled
 
     def add_value(self, path: str, setter: Setter) -> None:
@@ -301,7 +305,7 @@ class LoadPlan:
             self.then(partial(setter, value))
 
     def take_value(self, path: str) -> object:
-        """The saved value of a name of the state, which the report lists."""
+        """Returns the saved value of a name of the state; the report lists it."""
         name = self.named(path)
         self.use(name)
         value = self._values[path] = self.saved.value(name)
@@ -315,7 +319,7 @@ class LoadPlan:
             self.then(partial(generator.set_state, state))
 
     def tensor_for(self, path: str, now: object, make: Make) -> torch.Tensor:
-        """A tensor to fill: the one that the object has, where it fits, else one that `make` gives."""
+        """Returns a tensor to fill: the one that the object has if it fits, else one that `make` returns."""
         entry = self.saved.tensors.get(path)
         if entry is None:
             raise StateMismatch(f"{path}: the checkpoint has this tensor for other ranks alone, or not at all")
@@ -327,14 +331,15 @@ class LoadPlan:
         self.use(path)
         if fits(now, entry) and self._filled.setdefault(id(now), Filler(now, entry.name)).saved_name == entry.name:
             target: torch.Tensor | Sharded = now
-        else:  # also where the object has one tensor in two places, and the checkpoint has two
+        else:  # also if the object has one tensor in two places, and the checkpoint has two
             target = make(path, entry, now)
         self.fill(leaf_of(target, path, per_rank=False, owner=None), entry)
         return local_of(target)
 
 
 def is_plain_value(name: str, value: Json) -> bool:
-    """Whether a saved value stood in the state by itself. Containers are walked there, so one is an object's state."""
+    """Returns whether a saved value was an entry of the state by itself. A container there is walked, so one is an
+    object's."""
     if isinstance(value, dict):
         return len(value) == 1 and next(iter(value)).startswith("$") and not value.keys() & _CONTAINERS
     return not isinstance(value, list) and not is_extra_state(name.rpartition("/")[2])
@@ -344,28 +349,28 @@ _CONTAINERS = {"$dict", "$odict", "$counter", "$tuple"}
 
 
 def want(leaf: Leaf, entry: TensorEntry) -> Want[torch.Tensor]:
-    """Raises StateMismatch, before anything is read, where torch does not know the dtype."""
+    """Returns the want of a leaf. Raises StateMismatch, before anything is read, if torch does not know the dtype."""
     torch_dtype(entry.dtype)
     plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, OwnPerRank)
     return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 
 
 def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
-    """Whether a tensor can be filled in place, and updated afterwards."""
+    """Returns whether a tensor can be filled in place, and updated afterwards."""
     if not isinstance(now, torch.Tensor) or is_subclass(now) or now.is_meta or now.is_inference() or repeats(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
 
 
 def made(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
-    """A tensor of the saved shape and dtype. Raises StateMismatch where there is no room for it."""
+    """Returns a tensor of the saved shape and dtype. Raises StateMismatch if there is no room for it."""
     with room_for(entry):
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
 
 
 @contextmanager
 def room_for(entry: TensorEntry) -> Iterator[None]:
-    """Raises StateMismatch where there is no room for a tensor that is made within."""
+    """Raises StateMismatch if there is no room for a tensor that is made within."""
     try:
         yield
     except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0

@@ -1,7 +1,8 @@
-"""The loads of this process, and the states that they filled, so that a save is known to go on from an older step.
+"""Records the loads of this process and the states that they filled, so that a save is known to go on from an older
+step.
 
-A state is recognised by its parts: its modules, its optimizers, its other objects, the memory of its tensors. Nothing
-of it is kept alive. Plain values tell nothing.
+A state is recognised by its parts: its modules, its optimizers, its other objects, the memory of its tensors. The
+record keeps none of them alive. Plain values do not identify a state.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from ckptlib.state.visitor import is_stateful
 
 
 class Parts:
-    """The parts of a state. Keeps them alive: not to be stored."""
+    """The parts of a state. Keeps them alive, so it must not be stored."""
 
     def __init__(self, state: object, *, ask: bool) -> None:
-        """`ask`: calls each `state_dict()`, so that objects made for one save or load are known by their tensors.
+        """`ask`: call each `state_dict()`, so that objects made for one save or load are recognised by their tensors.
 
-        It may be collective, or begin something: not to be called on one rank alone, nor by a load.
+        That may be collective, or begin something: do not ask on one rank alone, nor in a load.
         """
         found: list[object] = []
         _collect(state, found)
         self.objects = [part for part in found if not isinstance(part, torch.Tensor)]
         """Modules, optimizers, other objects with a state."""
         self.tensors = [_tensors_of(part, ask) for part in self.objects]
-        """By which each of them is known, though it is another one now."""
+        """The tensors by which each of the objects is recognised even if a new object wraps them."""
         self.loose = [part for part in found if isinstance(part, torch.Tensor)]
-        """Tensors that are in none of them."""
+        """Tensors that are in none of the objects."""
 
 
 def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
@@ -54,28 +55,29 @@ class Filled:
     """The parts that a load has filled, recognised as long as they live."""
 
     def __init__(self, parts: Parts, read_into: Iterable[torch.Tensor] = ()) -> None:
-        """`read_into`: the memory that modules and other objects have as their own since."""
+        """`read_into`: the memory that the load has filled, which modules and other objects have as their own since."""
         self._storages: dict[int, StorageWeakRef] = {}
-        """By address of the storage itself, which no other one has as long as somebody refers to it, even weakly."""
+        """By address of the storage itself, which is not reused as long as somebody refers to it, even weakly."""
         tensors = {id(tensor): tensor for tensor in chain(read_into, parts.loose, *parts.tensors)}
-        for tensor in tensors.values():  # most stand twice
+        for tensor in tensors.values():  # most occur twice
             storage = own_part(tensor).untyped_storage()
-            if storage._cdata not in self._storages:  # a reference is made in Python
+            if storage._cdata not in self._storages:  # making a reference takes Python code
                 self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # as torch has it
         self._objects = {id(part): weakref.ref(part) for part in parts.objects if type(part).__weakrefoffset__}
 
     def all_of(self, parts: Parts) -> bool | None:
-        """Whether all that tells of a state was filled; None where nothing does, as of plain values.
+        """Returns whether everything that identifies a state was filled; None if nothing does, as with plain values
+        only.
 
-        Loose tensors tell only where there is nothing else, and the most of them counts: a loss and the state of a
-        random generator are made anew for each save.
+        Loose tensors count only if there is nothing else, and then most of them must be filled: a loss and the state of
+        a random generator are made anew for each save.
         """
         has = map(self._has, parts.objects, parts.tensors)
         told = [one for one in has if one is not None]
         return all(told) if told else self._has_most(parts.loose)
 
     def some_of(self, parts: Parts) -> bool:
-        """Whether anything of a state was filled."""
+        """Returns whether anything of a state was filled."""
         return any(map(self._is, parts.objects)) or any(map(self._has_storage, chain(parts.loose, *parts.tensors)))
 
     def _has(self, part: object, tensors: list[torch.Tensor]) -> bool | None:
@@ -100,14 +102,14 @@ class Filled:
         return own_part(tensor).untyped_storage()._cdata in self._storages
 
     def within(self, other: Filled) -> bool:
-        """Whether the other has all of it that is still there: a loss is made anew for each load."""
+        """Returns whether the other has every part of this that is still alive: a loss is made anew for each load."""
         return not self._any_alive(
             self._objects.keys() - other._objects.keys(), self._storages.keys() - other._storages.keys()
         )
 
     @property
     def alive(self) -> bool:
-        """Whether anything of it is still there."""
+        """Whether any of the parts is still alive."""
         return self._any_alive(self._objects, self._storages)
 
     def _any_alive(self, objects: Iterable[int], storages: Iterable[int]) -> bool:
@@ -125,45 +127,45 @@ class Load:
     """Whether it filled all of the state that it was given."""
 
     def replaces(self, older: Load) -> bool:
-        """Whether nobody asks for that one any more. A part takes nothing from a whole load before it."""
+        """Returns whether `older` is no longer needed. A load of a part does not replace a whole load before it."""
         return (self.whole or not older.whole) and older.filled.within(self.filled)
 
 
 class Loads:
-    """Those of one root, since the last save to it. Its ranks load together, but each knows its own state alone."""
+    """The loads of one root since the last save to it. Its ranks load together, but each knows only its own state."""
 
     def __init__(self) -> None:
         self._saves: set[SaveId] = set()
         self._loads: list[Load] = []
-        """Of those into one state, the last."""
+        """Of loads into the same state, only the last one."""
 
     def add(self, save: SaveId, state: object, read_into: Iterable[torch.Tensor], *, whole: bool) -> None:
-        with gc_pause.kept():  # a reference for each tensor: every other load of 20,000 had all objects searched
+        with gc_pause.kept():  # a reference per tensor: every other load of 20,000 ran a full collection
             filled = Filled(Parts(state, ask=False), read_into)
         load = Load(save, filled, whole)
         self._loads = [*(old for old in self._loads if old.filled.alive and not load.replaces(old)), load]
         self._saves.add(save)
 
     def into(self, parts: Parts) -> SaveId | None:
-        """The step that was loaded into all of a state, the last of several."""
+        """Returns the step that was loaded last into all of a state, or None."""
         return next((load.save for load in reversed(self._loads) if load.whole and load.filled.all_of(parts)), None)
 
     def into_some_of(self, parts: Parts) -> SaveId | None:
-        """The step that was loaded last into some of a state."""
+        """Returns the step that was loaded last into some of a state, or None."""
         return next((load.save for load in reversed(self._loads) if load.filled.some_of(parts)), None)
 
     def before(self, step: int) -> SaveId | None:
-        """The newest one loaded of those before `step`, into whatever."""
+        """Returns the newest loaded step before `step`, whatever it was loaded into, or None."""
         return max((save for save in self._saves if save.step < step), default=None)
 
 
 def tells(parts: Parts) -> bool:
-    """Whether a state can be known again."""
+    """Returns whether a state can be recognised."""
     return Filled(Parts((), ask=False)).all_of(parts) is not None
 
 
 def _collect(node: object, found: list[object]) -> None:
-    """Those that `ckptlib.state.visitor` meets."""
+    """Appends the parts that `ckptlib.state.visitor` meets."""
     if isinstance(node, torch.Tensor):  # first: there may be thousands
         if node.layout == torch.strided and not is_lazy(node):  # no other can be saved
             found.append(node)

@@ -1,8 +1,7 @@
-"""Where loaded data goes: the tensors to be filled, and the calls to be made once they are.
+"""Matches a state with a checkpoint: the tensors to fill, and the calls to make once they are filled.
 
-Modules and optimizers are filled in place, and what modules do of their own as they are loaded is done then.
-Optimizer state is written tensor by tensor, so it goes into an optimizer that has not stepped yet and keeps the dtype
-it was saved with.
+Modules and optimizers are filled in place; then the modules' own load code runs. Optimizer state is written tensor by
+tensor, so it can go into an optimizer that has not stepped yet, and it keeps the dtype it was saved with.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ckptlib.state.visitor import Visitor, is_plain
 from ckptlib.state.wrappers import canonical, is_extra_state
 
 Given = dict[int, tuple[nn.Module, dict[str, object]]]
-"""By id of a submodule that turns back what its hooks made: what it will be given of that, by name within it."""
+"""By id of a submodule that loads what its hooks made: the submodule, and the new entries for it by name."""
 
 
 def targets(
@@ -52,9 +51,9 @@ def targets(
     optional: str | Sequence[str] = (),
     tops: Sequence[str] = (),
 ) -> Targets:
-    """The targets by which `state` becomes the saved one. Changes nothing yet.
+    """Returns the targets that turn `state` into the saved one. Changes nothing yet.
 
-    `device`: where what has no memory is given some. `tops`: the names of the user's own entries.
+    `device`: where to allocate tensors that have no memory. `tops`: the names of the user's own entries.
     """
     plan = LoadPlan(saved, Selection(only, rename, optional), cast)
     walk = _Walk(plan, None if device is None else torch.device(device))
@@ -65,7 +64,7 @@ def targets(
 
 
 class _Walk(Visitor[Setter]):
-    """Hands down what puts another value in the place of an entry."""
+    """Walks a state, and hands down setters that replace an entry."""
 
     def __init__(self, plan: LoadPlan, device: torch.device | None) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class _Walk(Visitor[Setter]):
 
     @override
     def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
-        """A list of plain values becomes as long as it was when it was saved, such as one of losses that grows."""
+        """Makes a list of plain values as long as it was when it was saved, such as one of losses that grows."""
         if not isinstance(node, list) or not all(map(is_plain, node)):
             return node
         return node[: self._lists.add(node, path)]
@@ -128,7 +127,7 @@ class _Walk(Visitor[Setter]):
             self._plan.add_value(path, given)
 
     def _check_unchanged(self, value: object, path: str) -> None:
-        """A value in what cannot be changed, such as a `MappingProxyType`, must be the saved one."""
+        """Checks that a value in an immutable container, such as a `MappingProxyType`, is the saved one."""
         name = self._plan.named(path)
         saved = self._plan.saved.values_at(name)
         if not self._plan.wanted(path) or name not in saved:
@@ -150,7 +149,7 @@ class _Walk(Visitor[Setter]):
     @override
     def add_module(self, module: nn.Module, path: str, given: Setter) -> None:
         made: dict[int, torch.Tensor] = {}
-        state, holders = state_to_fill(module, path)  # what a hook of it puts in the place of parameters counts
+        state, holders = state_to_fill(module, path)  # tensors that a hook puts in the place of parameters count
         owners = attributes_of(module)
         back: Given = {}
         for name, value in state:
@@ -171,7 +170,7 @@ class _Walk(Visitor[Setter]):
                 self._plan.add_tensor(value, full)
             elif self._plan.wanted(full):
                 self._materialise(value, full, owners.get(id(value), []), made)
-        self._add_extra_states(module, path)  # first: what the module does of its own may need them
+        self._add_extra_states(module, path)  # first: the module's own load code may need them
         there = parameters_there(module)
         for loader, entries in back.values():
             self._plan.then(partial(put_back, loader, entries, loader is innermost(module), there))
@@ -182,7 +181,7 @@ class _Walk(Visitor[Setter]):
     def _resized(
         self, buffer: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]]
     ) -> tuple[torch.Tensor, Holder] | None:
-        """A tensor of the saved shape, where that is another one and the module itself gives its buffer this shape."""
+        """Returns a tensor of the saved shape, if that differs and the module itself would resize its buffer to it."""
         if type(buffer) is not torch.Tensor or len(owners) != 1 or buffer.is_meta or not self._plan.wanted(name):
             return None
         ((module, attribute),) = owners
@@ -197,7 +196,7 @@ class _Walk(Visitor[Setter]):
         return buffer.new_empty(entry.shape), Holder(module, attribute)
 
     def _add_made(self, tensor: torch.Tensor, name: str, holder: Holder, given: Given) -> None:
-        """A tensor that hooks made is filled, and then goes back through `load_state_dict()`."""
+        """Fills a tensor that hooks made, which then goes back through `load_state_dict()`."""
         if tensor.device.type == "meta":
             if self._plan.wanted(name):
                 self._plan.mismatch(
@@ -210,7 +209,8 @@ class _Walk(Visitor[Setter]):
             given.setdefault(id(holder.module), (holder.module, {}))[1][holder.name] = tensor
 
     def _add_other(self, value: object, name: str, holder: Holder, given: Given, device: torch.device | None) -> None:
-        """What is no tensor, such as a list of some, is made anew, and then goes back through `load_state_dict()`."""
+        """Rebuilds an entry that is no tensor, such as a list of some, which then goes back through
+        `load_state_dict()`."""
         known = given.get(id(holder.module), (holder.module, {}))
         if add_object(self._plan, name, lambda: value, partial(setitem, known[1], holder.name), device):
             given[id(holder.module)] = known
@@ -218,7 +218,7 @@ class _Walk(Visitor[Setter]):
             self._plan.excuse(name)
 
     def _device_of(self, module: nn.Module) -> torch.device | None:
-        """Where its tensors are, or will be."""
+        """Returns the device where the module's tensors are, or will be."""
         tensor = next(chain(module.parameters(), module.buffers()), None)
         if tensor is None:
             return self._device
@@ -227,7 +227,7 @@ class _Walk(Visitor[Setter]):
     def _materialise(
         self, meta: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]], made: dict[int, torch.Tensor]
     ) -> None:
-        """A parameter or buffer without memory is given some, and is put into its module when it is filled."""
+        """Gives a parameter or buffer without memory some, and puts it into its module when it is filled."""
         new = made.get(id(meta))
         if new is None:
             device = self._device or home_of(meta)
@@ -237,10 +237,10 @@ class _Walk(Visitor[Setter]):
                 new = torch.empty_like(meta, device=device)
             if isinstance(meta, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=meta.requires_grad)
-            made[id(meta)] = new  # one for all its names, so that what was tied stays tied
+            made[id(meta)] = new  # one for all its names, so that ties are kept
         self._plan.add_tensor(new, name)
         if not self._plan.fills(new):
-            return  # it stays without memory rather than get some that nothing was read into
+            return  # it stays without memory, rather than get some that nothing fills
         for module, attribute in owners:
             self._plan.then(_assigner(module, attribute, new))
 
@@ -257,7 +257,7 @@ def _setter(container: MutableMapping[Any, object] | list[object]) -> Callable[[
 
 
 def _tuple_setter(container: tuple[object, ...], setter: Setter) -> Callable[[Any], Setter]:
-    """A tuple is replaced, in what holds it, by one with the new value."""
+    """Returns setters that replace a tuple, in its container, by one with the new value."""
     now = list(container)
 
     def put(i: int, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Where the hyper-parameters of an optimizer's groups go: into the groups that hold the parameters now."""
+"""Matches the hyper-parameters of an optimizer's groups: they go into the groups that hold the parameters now."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.optimizers import group_path, hyper_parameters
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
-"""Keys that torch's schedulers put into a group; a load may come before there is a scheduler, or without."""
+"""Keys that torch's schedulers put into a group; a load may come before there is a scheduler, or without one."""
 
 WHAT_ADAMW_IS = "decoupled_weight_decay"
-"""An option by which AdamW differs from Adam, whose state it takes: torch's own load leaves it on, too."""
+"""The option by which AdamW differs from Adam, whose state it takes: torch's own load leaves it on, too."""
 
 
 class GroupTarget(NamedTuple):
     """A group before it is filled."""
 
     alike: bool
-    """Whether the optimizer is of the kind that was saved, for all that is known."""
+    """Whether the optimizer is of the kind that was saved, as far as known."""
     options: dict[str, object]
-    """The group's future entries."""
+    """The entries that the group will have."""
 
 
 class GroupTargets:
@@ -39,9 +39,9 @@ class GroupTargets:
         self._plan = plan
         self._saved = plan.saved
         self._options: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
-        """By path of an optimizer and number of a group, as `_saved_options`."""
+        """By path of an optimizer and number of a group: what `_saved_options` returns."""
         self._numbers: dict[int, tuple[torch.Tensor, float]] = {}
-        """By id of an option that is a tensor: itself, kept alive, and the number that it was filled with."""
+        """By id of an option that is a tensor: the tensor, kept alive, and the number that it was filled with."""
 
     def add(
         self,
@@ -51,13 +51,13 @@ class GroupTargets:
         path: str,
         origins: Collection[SavedGroup],
     ) -> GroupTarget:
-        """A group takes those of the saved group that its parameters were in.
+        """Plans to give a group the hyper-parameters of the saved group that its parameters were in.
 
         `path` is the optimizer's, as it was saved; `origins` are those groups.
 
-        They tell an optimizer of another kind: each has some that the other has not. One side alone may, unless its
-        class is known to be another: a later torch adds some, schedulers and users put theirs into a group. A class
-        may have been renamed, and takes from those it inherits from.
+        The hyper-parameters reveal an optimizer of another kind: each side has some that the other lacks. One side
+        alone may have more, unless its class is known to be another: a later torch adds some, and schedulers and users
+        put theirs into a group. A class may have been renamed, and takes state of the classes that it inherits from.
         """
         now = dict(hyper_parameters(group))
         if not origins and not group["params"]:
@@ -107,19 +107,19 @@ class GroupTargets:
         return GroupTarget(alike, {**now, **saved})
 
     def _filled(self, tensor: torch.Tensor, number: float) -> torch.Tensor:
-        """The tensor itself. But groups share the one that all of them were given, as torch's constructors have it: for
-        another number than the first, a new one."""
+        """Returns the tensor, filled with a number. Groups share a tensor that all of them were given, as torch's
+        constructors do: for another number than the first, returns a new one."""
         if self._numbers.setdefault(id(tensor), (tensor, number))[1] != number:
             return torch.full_like(tensor, number)
         return tensor.fill_(number)
 
     def _saved_text(self, path: str, group: SavedGroup) -> values.Json:
-        """The hyper-parameters as they were written. By that they are compared: a NaN is no equal of itself, and an
-        array has no one answer."""
+        """Returns the hyper-parameters as encoded, to compare them: a NaN does not equal itself, and comparing arrays
+        gives no single answer."""
         return self._saved.values_with(group.layout).get(group_path(path, group.index), {})
 
     def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
-        """The saved groups, which hold no tensors. Raises StateMismatch for an entry that is no list of groups."""
+        """Returns a saved group's hyper-parameters without tensors. Raises StateMismatch if the entry is no dict."""
         name = group_path(path, group.index)
         found = values.decode(self._saved_text(path, group), name)
         if not isinstance(found, dict):
@@ -127,8 +127,8 @@ class GroupTargets:
         return found
 
     def _saved_options(self, path: str, group: SavedGroup) -> Mapping[str, object]:
-        """Of a saved group: by segment of their paths, the options that hold tensors, each with the saved tensors that
-        it is made of."""
+        """Returns the options of a saved group that hold tensors, by segment of their paths, each with the saved
+        tensors that it is made of."""
         found = self._options.get(path)
         if found is None:  # for all groups at once: there may be one for each parameter
             found = self._options[path] = {}
@@ -142,10 +142,11 @@ class GroupTargets:
 
 
 def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
-    """Of its class and of those that it inherits from; None, where a checkpoint tells none."""
+    """Returns the names of its class and of those that it inherits from; and None, which a checkpoint without a name
+    has."""
     return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
 
 
 def _is_one(option: object) -> bool:
-    """Adam's eps is a number, Adafactor's are two."""
+    """Returns whether an option is one number: Adam's eps is one, Adafactor's are two."""
     return not isinstance(option, (tuple, list))

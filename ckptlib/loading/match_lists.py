@@ -19,10 +19,10 @@ class ListTargets:
         self._saved = plan.saved
 
     def add(self, node: list[object], path: str) -> int:
-        """Has a list get the values that it lacks, and lose those that were not saved.
+        """Plans to give a list the values that it lacks, and to remove those that were not saved.
 
-        Returns how many of its entries stay, to be filled. The length stays where the saved list held anything but
-        plain values, and where it was empty, as which it was saved whole.
+        Returns how many of its entries stay, to be filled. The length stays as it is if the saved list held anything
+        but plain values, or was empty, since an empty list is saved whole.
         """
         plan, saved = self._plan, self._entries(path)
         if not saved:
@@ -36,7 +36,7 @@ class ListTargets:
         return min(len(node), len(saved))
 
     def add_tuple(self, node: tuple[object, ...], path: str, given: Setter) -> bool:
-        """Has a tuple that was saved with another length be replaced. Returns whether one was."""
+        """Plans to replace a tuple that was saved with another length. Returns whether it was."""
         saved = self._entries(path)
         if given is None or not saved or len(saved) == len(node):
             return False
@@ -45,14 +45,14 @@ class ListTargets:
         return True
 
     def _entries(self, path: str) -> list[str]:
-        """The paths of a list's saved entries; none where it held anything but plain values."""
+        """Returns the paths of a list's saved entries; none if it held anything but plain values."""
         plan, values = self._plan, self._saved.values_at(self._plan.named(path))
         paths = (join(path, i) for i in count())
         saved = [*takewhile(lambda entry: plan.wanted(entry) and plan.named(entry) in values, paths)]
         return [] if self._goes_on(plan.named(join(path, len(saved))), values) else saved
 
     def _goes_on(self, name: str, values: Mapping[str, Json]) -> bool:
-        """Whether anything was saved under this name, or below it."""
+        """Returns whether anything was saved under this name, or below it."""
         saved = self._saved
         at_it = name in values or name in saved.tensors or name in saved.objects
         return at_it or any_below(saved.names, name) or bool(saved.below(name))

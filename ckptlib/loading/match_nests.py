@@ -1,8 +1,8 @@
-"""Containers of plain values that grow: a load gives them what they had when they were saved, in place.
+"""Containers of plain values that grow: a load gives them their saved entries, in place.
 
-Those that were saved whole, see `ckptlib.state.nests`, become what they were. Dicts by text, whose entries have
-names of their own, get the entries that they lack. And where a value has become a container since, or a container a
-value, it is the saved one again.
+A container that was saved whole, see `ckptlib.state.nests`, gets its saved content. A dict with text keys, whose
+entries have names of their own, gets the entries that it lacks. If a value has become a container since, or a container
+a value, it becomes the saved one again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ckptlib.state.wrappers import is_extra_state
 
 
 class _Growing(NamedTuple):
-    """A dict that gets what it lacks."""
+    """A dict that gets the entries that it lacks."""
 
     node: MutableMapping[Any, Any]
     path: str
     given: Setter = None
-    """Puts it in the place of a value, if it gets anything."""
+    """Puts the dict in the place of a value, if it gets any entry."""
 
 
 class NestTargets:
@@ -35,14 +35,14 @@ class NestTargets:
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
         self._filled: dict[int, tuple[object, object]] = {}
-        """By id of a container of the state: itself, kept alive, and the saved one that it has become."""
+        """By id of a container of the state: the container, kept alive, and its saved content."""
         self._growing: list[_Growing] = []
 
     def add(self, node: object, path: str, given: Setter) -> bool:
-        """Has a container become what was saved whole in its place. Returns whether something was; else its entries are
-        visited.
+        """Plans to fill a container with what was saved whole in its place. Returns whether something was; if not, its
+        entries are visited.
 
-        `given`: puts another one in its place, where it cannot be filled.
+        `given`: puts another one in its place, if it cannot be filled.
         """
         if not self._stands_whole(path, given) or not self._plan.wanted(path, whole=True):
             if isinstance(node, MutableMapping):
@@ -66,7 +66,8 @@ class NestTargets:
         return values.is_nest(saved[name]) or (given is not None and is_plain_value(name, saved[name]))
 
     def add_plain(self, path: str, given: Setter) -> bool:
-        """Has a value become the dict that was saved in its place, by entries. Returns whether there may be one."""
+        """Plans to replace a value by the dict that was saved in its place, by entries. Returns whether there may be
+        one."""
         name, saved = self._plan.named(path), self._plan.saved
         if given is None or name in saved.values_at(name) or not self._plan.wanted(path) or not saved.below(name):
             return False
@@ -74,12 +75,13 @@ class NestTargets:
         return True
 
     def _become(self, node: object, value: Any, alike: bool) -> object:
-        """The container with the saved content: the same one, where it can be changed and is `alike`."""
-        if isinstance(node, tuple) and alike and not isinstance(node, torch.Size):  # which holds nothing to be filled
+        """Returns the container with the saved content: the same one if it can be changed and is `alike`, else a new
+        one."""
+        if isinstance(node, tuple) and alike and not isinstance(node, torch.Size):  # which holds nothing to fill
             return tuple(self._items(node, value))
         if not alike or not isinstance(node, (list, MutableMapping)):
             return value
-        if id(node) in self._filled:  # it stands in two places, as in [[]] * 2
+        if id(node) in self._filled:  # it occurs in two places, as in [[]] * 2
             _, first = self._filled[id(node)]
             return node if _text(first) == _text(value) else value
         self._filled[id(node)] = node, value
@@ -99,10 +101,10 @@ class NestTargets:
         return self._become(node, value, type(node) is type(value))
 
     def grow(self) -> None:
-        """Has dicts get the saved entries that they lack and nobody else took. To be called once all was visited.
+        """Plans to give dicts the saved entries that they lack and that were not taken. Call it after all was visited.
 
-        Only where all keys on the way can be nothing but text: those of earlier versions may have been numbers, and
-        what was a list has numbers, too.
+        Only if all keys on the way can only be text: keys of earlier versions may have been numbers, and entries of a
+        list have numbers, too.
         """
         for node, path, given in self._growing:
             grown = [rest for rest in self._plan.saved.below(self._plan.named(path)) if self._grow(node, path, rest)]
@@ -135,7 +137,7 @@ class NestTargets:
         return True
 
     def _in_object(self, name: str) -> bool:
-        """Whether it is a part of an object, which is put back as a whole."""
+        """Returns whether it is a part of an object, which is loaded as a whole."""
         while name:
             if name in self._plan.saved.objects:
                 return True
@@ -144,7 +146,7 @@ class NestTargets:
 
 
 def _is_alike(node: object, value: object) -> bool:
-    """Whether a container of the state can hold what was saved: it stays the kind of list or dict that it is."""
+    """Returns whether a container of the state can hold the saved content: it stays a list or dict of its own kind."""
     if isinstance(node, MutableMapping):
         return isinstance(value, dict)
     return isinstance(node, (list, tuple)) and isinstance(value, (list, tuple))

@@ -1,7 +1,7 @@
-"""Where the state of optimizers goes: tensor by tensor, by parameter, never through `load_state_dict`.
+"""Matches the state of optimizers, tensor by tensor and by parameter, never through `load_state_dict`.
 
-So it goes into an optimizer that has not stepped yet, and keeps the dtype it was saved with; where dtypes may differ,
-torch's own optimizers get what they keep in the dtype of the parameter in that.
+So it can go into an optimizer that has not stepped yet, and keeps the dtype it was saved with. If dtypes may differ,
+state that torch's own optimizers keep in the dtype of the parameter gets that dtype.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Params:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        """By id: the first name."""
+        """First name of a parameter, by its id."""
         self.ties: dict[str, str] = {}
-        """By further name of a parameter: its first."""
+        """First name of a parameter, by each further name."""
         self.by_hand: dict[int, Sharded] = {}
-        """By id of the tensor that each of them holds."""
+        """Hand-cut parameters, by id of the tensor that each of them holds."""
 
     def add(self, tensor: torch.Tensor, name: str) -> None:
         first = self.names.setdefault(id(tensor), name)
@@ -67,11 +67,11 @@ class OptimizerTargets:
         self._instances: dict[int, dict[str, torch.Tensor]] = {}
         """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
         self._shared: dict[str, tuple[str, torch.Tensor]] = {}
-        """Of the optimizer that is added, by the first name of a saved tensor: the name under which it was made here,
-        and what was made."""
+        """For the optimizer being added, by the first name of a saved tensor: the name under which it was made here,
+        and the tensor made."""
 
     def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
-        """One that is wanted."""
+        """Adds an optimizer that is wanted."""
         saved_path = self._plan.named(path)
         groups = self._saved.groups.get(saved_path)
         if groups is None:
@@ -135,16 +135,16 @@ class OptimizerTargets:
     def _but_stepped_elsewhere(
         self, param: torch.Tensor, keys: Mapping[str, str], now: Collection[str]
     ) -> Mapping[str, str]:
-        """Of a parameter's saved state what this rank gets, where the optimizer divides its parameters between the
-        ranks, as Muon may, and another one steps this one.
+        """Returns the part of a parameter's saved state that this rank gets, for optimizers such as Muon that divide
+        their parameters between the ranks so that another rank may step this one.
 
-        Then the saved rank had the parameter, and no state of it, or a count of steps alone. If this one had what only
-        others had, it would take memory, and would no longer be that of the rank that goes on with it: the next save
-        would find ranks that differ. What is cut is stepped by all that have a piece, and a rank whose piece was empty
-        had no state. What the optimizer has already, `now`, is filled.
+        Then the saved rank had the parameter, but no state of it, or only a count of steps. State that only others had
+        would take memory, and would differ from that of the rank that goes on: the next save would find ranks that
+        differ. All ranks that have a piece of a cut parameter step it, and a rank whose piece was empty had no state.
+        State that the optimizer has already, `now`, is filled.
 
-        Asked where the optimizer is of the saved class and has the parameters that the saved rank had: where replicas
-        become stages of a pipeline, nobody would have what this one leaves alone. `keys`: each with its full name.
+        Called only if the optimizer is of the saved class and has the saved rank's parameters: if replicas become
+        stages of a pipeline, nobody would have what this rank leaves out. `keys`: each with its full name.
         """
         if isinstance(param, DTensor) or id(param) in self._params.by_hand:
             return keys
@@ -157,11 +157,11 @@ class OptimizerTargets:
     def _values_elsewhere(
         self, path: str, saved_name: str, keys: Mapping[str, str], layouts: Collection[int]
     ) -> dict[str, str]:
-        """Plain values of a parameter's state, such as a count of steps, that only other ranks have saved: layouts tell
-        of tensors and objects alone. By key, each with its full name.
+        """Returns plain values of a parameter's state, such as a count of steps, that only other ranks have saved:
+        layouts list tensors and objects only. By key, each with its full name.
 
-        `keys`: the other ones, likewise. `layouts`: those whose values are looked at already. Nothing is asked of a
-        parameter that has all its tensors from these, since each name may ask for further parts.
+        `keys`: the other entries, likewise. `layouts`: those whose values are looked at already. Looks up nothing for a
+        parameter that has all its tensors from these, since each name may need further parts.
         """
         if {self._saved.first_layouts.get(name, 0) for name in keys.values()}.issubset(layouts):
             return {}
@@ -177,11 +177,12 @@ class OptimizerTargets:
         return found
 
     def _saved_name(self, name: str) -> str:
-        """The name under which the checkpoint keeps a parameter's state."""
+        """Returns the name under which the checkpoint keeps a parameter's state."""
         return self._saved.first_name(self._plan.named(name))
 
     def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
-        """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
+        """Checks that one parameter here was not two different ones: a pipeline has the tied weight on its first and
+        last stage."""
         mine, taken = self._saved_name(name), self._saved_name(first)
         if mine == taken:
             return
@@ -191,7 +192,8 @@ class OptimizerTargets:
                 self._plan.mismatch(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
     def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
-        """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
+        """Returns the keys of the saved state of each parameter, each with its full name. `layouts`: of the
+        parameters."""
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
         names = self._saved.beginning_with(prefix, layouts)  # there may be an optimizer for each parameter
@@ -219,7 +221,8 @@ class OptimizerTargets:
         keys: Mapping[str, str],
         alike: bool,
     ) -> dict[str, str] | None:
-        """The saved keys that an optimizer of torch's takes for a parameter; None where it could not step with them.
+        """Returns the saved keys that an optimizer of torch's takes for a parameter; None if it could not step with
+        them.
 
         `keys`: each with its full name. `alike`: whether it is of the same kind; then unknown keys are the user's, and
         are kept.
@@ -233,10 +236,10 @@ class OptimizerTargets:
         return None if lacking else {key: full for key, full in keys.items() if key not in strange}
 
     def _fit(self, kind: Kind | None, param: torch.Tensor, name: str, saved_name: str, keys: Mapping[str, str]) -> bool:
-        """Whether state is of the shape that the parameter asks for; else tells what is not.
+        """Returns whether state has the shape that the parameter needs; notes what has not.
 
-        What has another shape than its parameter had it when it was saved, such as a factored moment; only of torch's
-        classes is it known what should. But a parameter that has another shape now has no use for any of it.
+        State with another shape than its parameter, such as a factored moment, had it when it was saved; the right one
+        is known only for torch's classes. A parameter that has another shape now has no use for any of it.
         """
         shape = self._shape_of(param)
         expected = {} if kind is None else kind.shapes
@@ -262,8 +265,7 @@ class OptimizerTargets:
         kind: Kind | None,
         scalars: frozenset[str],
     ) -> None:
-        """`options`: the hyper-parameters that its group is going to have. `scalars`: keys whose numbers become
-        tensors."""
+        """`options`: the hyper-parameters that its group will have. `scalars`: keys whose numbers become tensors."""
         builds: dict[str, Callable[[], object]] = {}
         param = beside.param
         now = optimizer.state.get(param, {})
@@ -285,7 +287,7 @@ class OptimizerTargets:
 
         def finish() -> None:
             built = {key: build() for key, build in builds.items()}
-            had = optimizer.state.pop(param, None)  # so that all ranks have one order, whatever each of them had before
+            had = optimizer.state.pop(param, None)  # so that all ranks have one order, whatever each had before
             if built or had is not None:
                 optimizer.state[param] = built
 
@@ -294,7 +296,7 @@ class OptimizerTargets:
     def _another(
         self, optimizer: torch.optim.Optimizer, param: torch.Tensor, kind: Mapping[str, Json], name: str
     ) -> torch.Tensor | None:
-        """An instance of a subclass, as the optimizer has one already for another parameter."""
+        """Returns an instance of a subclass like one that the optimizer has for another parameter, or None."""
         instances = self._instances.get(id(optimizer))
         if instances is None:
             instances = self._instances[id(optimizer)] = {}
@@ -321,7 +323,8 @@ class OptimizerTargets:
         options: Mapping[str, object],
         kind: Kind | None,
     ) -> torch.Tensor:
-        """The tensor that is there, or one such as the optimizer itself would make with the options it will have."""
+        """Returns the present tensor if it fits, else one as the optimizer would make it with the options it will
+        have."""
         entry, param = self._saved.tensors[name], beside.param
         dtype = torch_dtype(entry.dtype)
         if self._plan.cast and kind is not None and key in kind.shapes and _are_floats(dtype, param.dtype):
@@ -338,7 +341,7 @@ class OptimizerTargets:
             with room_for(entry):
                 target = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
             under, first = self._shared.setdefault(entry.name, (name, target))
-            if under != name:  # one tensor of several parameters, such as a count of steps, which is counted up once
+            if under != name:  # one tensor of several parameters, such as a count of steps, which is incremented once
                 return first
         self._plan.fill(leaf_of(target, name, per_rank=False, owner=None), entry)
         return local_of(target)
@@ -349,17 +352,17 @@ def _device_of(param: torch.Tensor) -> torch.device:
 
 
 def _is_by_kernel(options: Mapping[str, object]) -> bool:
-    """Whether a kernel makes the step, which takes no scalar from the host."""
+    """Returns whether a kernel makes the step, which takes no scalar from the host."""
     return bool(options.get("capturable") or options.get("fused"))
 
 
 def _is_whole(entry: TensorEntry) -> bool:
-    """Whether whoever had it had all of it."""
+    """Returns whether each rank that had it had all of it."""
     return isinstance(entry.holding, Placed) and {*map(type, entry.holding.placements)} == {Replicate}
 
 
 def _scalar(value: object, param: torch.Tensor, options: Mapping[str, object]) -> object:
-    """The tensor that torch's own load makes of a number."""
+    """Returns the tensor that torch's own load makes of a number."""
     if not isinstance(value, (int, float)):
         return value
     double = torch.get_default_dtype() == torch.float64 and not options.get("fused")
@@ -368,7 +371,7 @@ def _scalar(value: object, param: torch.Tensor, options: Mapping[str, object]) -
 
 
 def _with_floats(build: Callable[[], object], dtype: torch.dtype) -> object:
-    """What is built, with all floats that are nested in it in this dtype, as torch's own load has them."""
+    """Returns what is built, with all floats nested in it in this dtype, as torch's own load has them."""
 
     def cast(node: object) -> object:
         if isinstance(node, torch.Tensor):

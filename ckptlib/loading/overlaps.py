@@ -1,8 +1,8 @@
-"""Targets of a load whose memory is in part that of another one, such as slices of a buffer beside all of it, and those
-of which several elements lie in one place, such as a buffer that was expanded.
+"""Targets of a load that share memory with another one, such as slices of a buffer beside all of it, or whose own
+elements share memory, such as an expanded buffer.
 
-Each would be filled over what was read into the other, and whichever came last would stay. So they are read into memory
-of their own; then all are copied to where they belong, and each must still be what was read.
+Filling each in place would overwrite what was read into the other, and the last one would win. So they are read into
+memory of their own; then all are copied to where they belong, and each must still equal what was read.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Apart:
     read: TensorWant
     into: TensorWant
     others: tuple[str, ...]
-    """Names of those whose memory it shares; none where only its own elements share theirs."""
+    """Names of the targets whose memory it shares; none if only its own elements share theirs."""
 
 
 def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[Apart]]:
-    """What is to be read, and those that `bring_together` is to be called with behind that."""
+    """Returns the wants to read, and the targets to pass to `bring_together` after that."""
     with_others: dict[int, set[int]] = {
         n: set() for n, want in enumerate(wants) for _, piece in want.pieces if repeats(piece)
     }
@@ -64,7 +64,7 @@ def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[A
 
 
 def bring_together(apart: Sequence[Apart], step: int) -> None:
-    """Raises StateMismatch where the step has other values for one target than for another in the same place."""
+    """Raises StateMismatch if the step has different values for targets in the same place."""
     with torch.inference_mode():  # else a target that was made in it could not be written to
         for each in apart:
             for piece, found in _pairs(each):
@@ -94,8 +94,8 @@ def _pairs(apart: Apart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _each_once(tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that is at the first index of each dim along which `piece` stands still: torch writes to no
-    element twice there."""
+    """Returns the part of `tensor` at the first index of each dim along which `piece` has stride 0: torch refuses to
+    write to an element twice there."""
     for dim, step in enumerate(piece.stride()):
         if step == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -103,14 +103,14 @@ def _each_once(tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 
 
 def _is_copy(piece: torch.Tensor, found: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Returns whether they are equal bit for bit."""
     now = torch.empty_like(found)
     now.copy_(piece)
     return torch.equal(bytes_of(now), bytes_of(found))
 
 
 def _meeting(wants: Sequence[TensorWant]) -> Iterator[list[Span]]:
-    """Spans of several wants of which each overlaps with another."""
+    """Yields spans of several wants, each of which overlaps with another."""
     at = [(n, m, piece) for n, want in enumerate(wants) for m, (_, piece) in enumerate(want.pieces)]
     begins = np.array([piece.data_ptr() for _, _, piece in at], np.uint64)  # Intel's GPUs have addresses beyond int64
     ends = begins + np.array([_extent(piece) for _, _, piece in at], np.uint64)
@@ -123,19 +123,19 @@ def _meeting(wants: Sequence[TensorWant]) -> Iterator[list[Span]]:
 
 
 def _extent(piece: torch.Tensor) -> int:
-    """In bytes."""
+    """Returns the bytes from its first to its last element."""
     if piece.is_contiguous():
         return piece.nbytes
     return (sum(step * (size - 1) for step, size in zip(piece.stride(), piece.shape, strict=True)) + 1) * piece.itemsize
 
 
 def _is_dense(piece: torch.Tensor) -> bool:
-    """Whether its elements fill its span, each in a place of its own."""
+    """Returns whether its elements fill its span, each in a place of its own."""
     return piece.permute(sorted(range(piece.dim()), key=piece.stride, reverse=True)).is_contiguous()
 
 
 def _share(wants: Sequence[TensorWant], spans: Sequence[Span]) -> bool:
-    """Whether any two of these have an element in one place; columns of one matrix, for one, have not."""
+    """Returns whether any two of these have an element in one place; columns of one matrix, for one, have not."""
     pieces = [_each_once(piece, piece) for span in spans for _, piece in [wants[span.want].pieces[span.piece]]]
     dense = [span for span, piece in zip(spans, pieces, strict=True) if _is_dense(piece)]
     if any(later.begin < earlier.end for earlier, later in pairwise(dense)):

@@ -1,7 +1,7 @@
-"""What the saved ranks had each of its own, where another number of ranks loads it.
+"""Values that each saved rank had of its own, when another number of ranks loads them.
 
-Nothing of it can be divided anew: a rank takes that of its own number, or rank 0's where there was none. Knows what to
-say of that, and not what the values mean.
+Such values cannot be divided anew: a rank takes those of its own number, or rank 0's if there were none. This module
+warns of that, and does not know what the values mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ckptlib.words import listed
 log = logging.getLogger(__name__)
 
 MOST = 8
-"""Names in a warning."""
+"""The most names in a warning."""
 
 
 def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded: Targets, generators: str) -> None:
-    """Rank 0 says what of that was loaded, without the random `generators`, which tell it themselves. Collective."""
+    """Warns on rank 0 of the own values that were loaded, except for random `generators`, which warn by themselves.
+    Collective."""
     saved, now = source.world_size, group.size
     if saved == now:
         return
@@ -60,8 +61,8 @@ def _own_tensors(reader: Reader, loaded: Targets, generators: str) -> set[str]:
 
 
 def _differing(group: Group, source: StepSource, reader: Reader, loaded: Targets) -> set[str]:
-    """The names of plain values that were loaded and that not all of the ranks had alike: those whose values are here,
-    and where ranks became fewer the last one, since hosts and stages divide them into blocks. Collective."""
+    """Returns the names of plain values that were loaded and that differed between saved ranks: those whose values are
+    here, and if ranks became fewer the last one, since hosts and stages divide ranks into blocks. Collective."""
     mine = {
         name: value
         for name, value in reader.part(reader.own_rank).values.items()
@@ -79,8 +80,8 @@ def _differing(group: Group, source: StepSource, reader: Reader, loaded: Targets
 
 
 def _last_values(group: Group, source: StepSource, reader: Reader) -> Mapping[str, Json]:
-    """Of the last of the saved ranks, on rank 0; none where they cannot be had, since nothing else may depend on that,
-    or would be sent between hosts. Collective."""
+    """Returns the values of the last saved rank, on rank 0; none if they cannot be read, since nothing else may depend
+    on that, or would be sent between hosts. Collective."""
     last, is_asked = source.world_size - 1, group.rank == 0
     near = source.near({last})
     if near is not None and 0 not in near:

@@ -15,14 +15,14 @@ REFRESH_S = 0.2
 
 
 class Laps:
-    """Seconds by phase of something that goes on from one to the next."""
+    """Seconds by phase of an operation whose phases follow one another."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """The time since the last call belongs to this phase; phases of one name add up."""
+        """Adds the time since the last call to this phase; phases of one name add up."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
@@ -34,7 +34,7 @@ class Laps:
 
 @contextmanager
 def progress(what: str, total_bytes: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told of bytes done, by any thread. Shown on stderr when it is a terminal."""
+    """Yields a function that any thread tells of bytes done. Shows progress on stderr if it is a terminal."""
     visible = shown and sys.stderr is not None and sys.stderr.isatty()
     lock = threading.Lock()
     began = last = time.monotonic()

@@ -1,6 +1,6 @@
-"""Tensors that every rank wants are read once per job: each rank reads its share, and broadcasts it.
+"""Reads tensors that every rank wants once per job: each rank reads its share, and broadcasts it.
 
-A plain tensor of a DDP job is wanted whole by all ranks; N ranks that read it N times make a store N times as slow.
+All ranks of a DDP job want each plain tensor whole; if N ranks read it N times, a store is N times as slow.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ class Shares(NamedTuple):
     """The rank that reads each tensor."""
 
     reads: list[Want[torch.Tensor]]
-    """By this rank."""
+    """Tensors that this rank reads."""
     buckets: list[Bucket]
-    """To be spread when all have read: the same on every rank."""
+    """Buckets to spread when all have read: the same on every rank."""
     by_links: bool
-    """Whether devices may send by links of their own: each rank's tensors are on the one that it has chosen, where no
-    two ranks meet. NCCL refuses two on one device."""
+    """Whether devices may send by their own links: each rank's tensors are on the device that it has chosen, and no two
+    ranks share one. NCCL refuses two ranks on one device."""
 
 
 def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> Shares:
-    """The tensors that this rank reads, and the buckets that are broadcast afterwards. Collective.
+    """Returns the tensors that this rank reads, and the buckets to broadcast afterwards. Collective.
 
-    `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
-    Where ranks do not want the same plain tensors, or have spread them over their devices in other ways, everybody
-    reads its own.
+    `near`: returns the ranks that are nearest to a want, the same on all ranks; None or empty if all are alike. If
+    ranks want different plain tensors, or have spread them over their devices differently, everybody reads its own.
     """
     if group.size == 1:
         return Shares(list(wants), [], by_links=False)
@@ -66,7 +65,8 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
 
 
 def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
-    """What ranks must have in common to cut buckets alike; of devices the order, as numbers are each rank's own."""
+    """Describes what ranks must have in common to cut buckets alike; devices by order, as numbers are each rank's
+    own."""
     devices: dict[torch.device, int] = {}
     described = [
         [
@@ -86,7 +86,7 @@ def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
 def spread(buckets: Iterable[Bucket], group: Group, by_links: bool) -> None:
     """Broadcasts each bucket from the rank that read it. Collective; after all ranks have read their share.
 
-    `by_links`: as `Shares` has it.
+    `by_links`: from `Shares`.
     """
     for owner, wants in buckets:
         targets = [want.pieces[0][1] for want in wants]
@@ -106,7 +106,8 @@ def spread(buckets: Iterable[Bucket], group: Group, by_links: bool) -> None:
 
 
 def _spread_there(owner: int, targets: list[torch.Tensor], group: Group, device: torch.device, by_links: bool) -> None:
-    """Of tensors on a device: by its own links where the trainers have a group for them, else in one pinned piece."""
+    """Broadcasts tensors on a device: by its own links if the trainers have a group for them, else in one pinned
+    piece."""
     alone = len(targets) == 1 and is_bytes(targets[0])
     packed = bytes_of(targets[0]) if alone else torch.empty(_nbytes(targets), dtype=torch.uint8, device=device)
     if group.rank == owner and not alone:
@@ -140,7 +141,8 @@ def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
 
 
 def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want[torch.Tensor]]], num_ranks: int) -> list[Bucket]:
-    """Each with one of the ranks that can read it, so that all ranks read about as much. Without readers, all can."""
+    """Returns buckets, each with a rank that can read it, so that all ranks read about as much. Without readers, any
+    can."""
     loads = [0] * num_ranks
     buckets = []
     for readers, wants in by_readers.items():
@@ -152,7 +154,7 @@ def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want[torch.Tensor]]],
 
 
 def _cut(wants: Sequence[Want[torch.Tensor]]) -> list[list[Want[torch.Tensor]]]:
-    """In order, about as much as one broadcast takes together; each on one device."""
+    """Cuts the wants, in order, into lists of about one broadcast's size, each on one device."""
     cuts: list[list[Want[torch.Tensor]]] = []
     filled, device = BUCKET_BYTES, None
     for want in wants:

@@ -1,4 +1,4 @@
-"""A step read into tensors: on the host, or through pinned buffers onto devices."""
+"""Reads a step into tensors: on the host, or through pinned buffers onto devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorTarget(Target):
 
 
 class Landed(NamedTuple):
-    """A stretch that was read into a buffer, and goes to a device."""
+    """A stretch that was read into a buffer, to be copied to a device."""
 
     at: int
     """Its first byte in the buffer."""
@@ -47,7 +47,7 @@ class Landed(NamedTuple):
 
 
 class TensorLanding(requests.Landing):
-    """Bytes for the host are placed chunk by chunk; bytes for a device, buffer by buffer."""
+    """Places bytes for the host chunk by chunk, and bytes for a device buffer by buffer."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._devices = Landing(tensors)
@@ -89,7 +89,7 @@ class TensorLanding(requests.Landing):
 
     @override
     def close(self) -> None:
-        """Copies to devices have arrived."""
+        """Waits until copies to devices have arrived."""
         self._devices.close()
 
 
@@ -112,10 +112,10 @@ def _tensor_of(copy: ByteCopy) -> torch.Tensor:
 
 @torch.inference_mode()
 def _land(buffer: torch.Tensor, copies: list[Landed], device: torch.device) -> None:
-    """From a pinned buffer to a device; on the current stream.
+    """Copies from a pinned buffer to a device, on the current stream.
 
-    In one piece, unless it is for one tensor that takes it as it is. The device does the rest: a dtype that differs
-    would be cast by the host first.
+    Copies in one piece, unless it is for one tensor that takes it as it is. The device does the rest: the host would
+    cast a differing dtype first.
     """
     if len(copies) == 1:
         at, copy = copies[0]
@@ -133,7 +133,7 @@ def _land(buffer: torch.Tensor, copies: list[Landed], device: torch.device) -> N
 
 
 def _cut_into(stretch: torch.Tensor, copy: ByteCopy) -> None:
-    """The wanted part of a stretch of a chunk, whose bytes are on the target's device."""
+    """Copies the wanted part of a stretch of a chunk, whose bytes are on the target's device."""
     source = stretch.view(torch_dtype(copy.dtype)).view(copy.shape)[copy.inside]
     target = _tensor_of(copy)[copy.outside]
     if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):

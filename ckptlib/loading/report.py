@@ -15,7 +15,7 @@ class LoadReport:
     """The result of a load."""
 
     step: int
-    """0 where nothing was there to be restored."""
+    """0 if there was nothing to restore."""
     source: str
     """Where it came from, for people."""
     save: SaveId | None
@@ -37,14 +37,14 @@ class LoadReport:
     committed: bool = True
     """Whether the store has it."""
     rounded: Mapping[str, float] = field(default_factory=dict)
-    """By name, of the tensors that this rank read and that `codec=Lossy` had rounded: no number is off by more than
-    this, of the largest absolute value among the 256 around it."""
+    """Largest error of each tensor that this rank read and that `codec=Lossy` had rounded, by name: a fraction of the
+    largest absolute value among the 256 numbers around."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: look (for snapshots in memory), wait (for writers of the job before), list (the steps), bring
     (from peers), plan, read, spread (over ranks)."""
 
     initialized_from: str | None = None
-    """Of a fresh run: the source from which `Checkpointer(init_from=)` filled the state."""
+    """Source from which `Checkpointer(init_from=)` filled the state of a fresh run."""
 
     @override
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
-"""Which names of a state a load was asked for, their names in the checkpoint, and which of them either side may lack:
-`only=`, `map=` and `optional=`.
+"""The names of a state that a load was asked for, their names in the checkpoint, and which of them either side may
+lack: `only=`, `map=` and `optional=`.
 
 Pure: knows neither the state nor the checkpoint.
 """
@@ -16,20 +16,20 @@ Only = str | Sequence[str] | None
 
 
 class Selection:
-    """The selection, and those of its entries that no name of the state has met yet."""
+    """The selection, and the entries of it that no name of the state has matched yet."""
 
     def __init__(self, only: Only, rename: Rename, optional: str | Sequence[str] = ()) -> None:
         self.patterns = None if only is None else patterns_of("only", only)
         self._asked, self._optional = Patterns(self.patterns or ()), Patterns(patterns_of("optional", optional))
         self._met: set[str] = set()
-        """Names of the state that were asked about, where some may be what a pattern or an entry was meant for."""
+        """Names of the state that were looked up, one of which a pattern or an entry may have been meant for."""
         self._rename = {} if rename is None or callable(rename) else rename
         self._function = rename if callable(rename) else None
         self._idle_patterns = set(self.patterns or ())
         self._idle_keys = set(self._rename)
 
     def wanted(self, path: str, *, whole: bool = False) -> bool:
-        """Whether a path of the state is to be loaded. `whole`: all of it or nothing, so that `path/*` names it."""
+        """Returns whether to load a path of the state. `whole`: all of it or nothing, so that `path/*` matches it."""
         if self.patterns is None:
             return True
         self._met.add(path)
@@ -38,7 +38,8 @@ class Selection:
         return bool(met)
 
     def named(self, name: str) -> str:
-        """Its name in the checkpoint. In a dict the longest entry counts that is the name, or a path above it."""
+        """Returns its name in the checkpoint. In a dict, the longest entry that is the name or a path above it
+        counts."""
         if self._function is not None:
             return self._function(name)
         head = name if self._rename else ""
@@ -52,12 +53,12 @@ class Selection:
         return name
 
     def idle(self) -> list[str]:
-        """The entries of `only` and `map` that no name of the state has met, once all were asked about."""
+        """Returns the entries of `only` and `map` that no name of the state has matched, once all were looked up."""
         keys = {key for key in self._idle_keys if self.patterns is None or self._asked.covering(key)}
         return sorted(self._idle_patterns | keys)
 
     def why_idle(self, asked: str) -> str | None:
-        """The name that an idle entry was probably meant for; None where nothing begins like it."""
+        """Returns advice with the name that an idle entry was probably meant for; None if nothing begins like it."""
         met = sorted(self._met)
         at = bisect_left(met, asked)
         if at == len(met) or not met[at].startswith(asked):
@@ -74,15 +75,15 @@ class Selection:
         )
 
     def is_optional(self, name: str) -> bool:
-        """Whether either side may lack this name, of the state or of the checkpoint."""
+        """Returns whether either side may lack this name, of the state or of the checkpoint."""
         return bool(self._optional.covering(name))
 
     def is_asked_for(self, path: str) -> bool:
-        """Whether the user asked for this path of the state itself, not for all of it."""
+        """Returns whether the user asked for this path of the state itself, not for all of it."""
         return self.patterns is not None or self.named(path) != path
 
     def expects(self, saved_name: str) -> bool:
-        """Whether a name of the checkpoint that nobody took should have been taken.
+        """Returns whether a name of the checkpoint that was not taken should have been.
 
         In a partial load, a name that the state fills from elsewhere is excused.
         """
@@ -92,7 +93,7 @@ class Selection:
 
 
 def check_selection(only: object, rename: object, optional: object) -> None:
-    """Raises TypeError for what is none of these."""
+    """Raises TypeError for an argument of another type."""
     if only is not None:
         patterns_of("only", only)
     patterns_of("optional", optional)

@@ -22,16 +22,16 @@ class Targets:
     unexpected: tuple[str, ...]
     """Names that the checkpoint has and the state has not, or that were asked for and the state has not."""
     mismatched: tuple[str, ...]
-    """Names whose shape or dtype differ, with both."""
+    """Messages for names whose shape or dtype differ, with both."""
     foreign: Mapping[str, str]
-    """Names of the checkpoint that an optimizer of this rank would not understand: unexpected, whatever other ranks
-    say. Each with a message."""
+    """Messages for names of the checkpoint that an optimizer of this rank would not understand, by name: these are
+    unexpected, whatever other ranks say."""
     values: dict[str, object]
     """Plain values by path, as saved."""
     finish: tuple[Callable[[], object], ...]
-    """To be called in order, when every want is filled."""
+    """Calls to make in order when every want is filled."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """By name that is missing or unexpected: the message that tells more than that."""
+    """Message with more detail, by missing or unexpected name."""
     optional: frozenset[str] = frozenset()
     """Names that either side may lack, since the user said so."""
     plain: frozenset[str] = frozenset()
@@ -39,14 +39,14 @@ class Targets:
     taken: Set[str] = frozenset()
     """Names of the checkpoint that are loaded, or are known not to be."""
     tops: tuple[str, ...] = ()
-    """The first level of the state's names, where all of the step was asked for."""
+    """The first level of the state's names, if all of the step was asked for."""
     apart: Set[str] = frozenset()
-    """Names of the state that are read into memory of their own, and are as they were until all is filled."""
+    """Names of the state that are read into memory of their own, and stay as they were until everything is filled."""
     alone: tuple[str, ...] = ()
     """Names of data loaders that count the batches of one rank alone."""
 
     def check(self, step: int, unexpected: Sequence[str], strict: bool) -> None:
-        """Raises StateMismatch with all that does not fit. `unexpected`: names that no rank's state has."""
+        """Raises StateMismatch with everything that does not fit. `unexpected`: names that no rank's state has."""
         problems, alone = [f"  {text}" for text in self.mismatched], ""
         if strict:
             lacking = [self.notes.get(name, f"{name}: not in the checkpoint") for name in self.left(self.missing)]
@@ -64,29 +64,29 @@ class Targets:
             )
 
     def left(self, names: Iterable[str]) -> list[str]:
-        """Those that a strict load refuses."""
+        """Returns the names that a strict load refuses."""
         return [name for name in names if name not in self.optional and name not in self.plain]
 
     def excused(self, names: Iterable[str]) -> list[str]:
-        """The others."""
+        """Returns the names that a strict load does not refuse."""
         return [name for name in names if name in self.optional or name in self.plain]
 
     def _alone(self, unexpected: Sequence[str]) -> str:
-        """The advice where the state has a part of the step, and there is no other problem."""
+        """Returns advice if the state has a part of the step, and there is no other problem."""
         beside = not any(name == top or name.startswith(f"{top}/") for name in unexpected for top in self.tops)
         if not unexpected or not beside or not 0 < len(self.tops) <= MAX_TOPS:
             return ""
         return f"All that the state has is there: to load that alone, only={_brief(self.tops)}. "
 
     def complete(self) -> None:
-        """To be called when every want is filled."""
+        """Makes the calls of `finish`. Call it when every want is filled."""
         with outside_inference():
             for action in self.finish:
                 action()
 
 
 MAX_TOPS = 8
-"""More names than these make no short example."""
+"""With more names than these, the example would not be short."""
 
 
 def _brief(tops: Sequence[str]) -> str:

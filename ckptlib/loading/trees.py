@@ -1,4 +1,4 @@
-"""Objects with a `state_dict()`: from the tree that a layout has of each, and the tensors and values of a load plan."""
+"""Rebuilds objects with a `state_dict()` from their trees in a layout, and the tensors and values of a load plan."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def add_object(
     load: Callable[[Any], object],
     device: torch.device | None = None,
 ) -> bool:
-    """Rebuilds the `state_dict()` of an object, and gives it back to it. Returns whether the checkpoint has it.
+    """Plans to rebuild the `state_dict()` of an object and load it. Returns whether the checkpoint has it.
 
-    `device`: of tensors that the object has not yet.
+    `device`: where to make tensors that the object does not have yet.
     """
     if not plan.wanted(path, whole=True):
         return False
@@ -53,8 +53,8 @@ def add_object(
 
 
 def _as_dict(path: str, name: str) -> str:
-    """The message where the dict was saved that its `state_dict()` gave. That may be a copy of long before the step, so
-    nobody takes it for its state but who knows."""
+    """Returns the message for an object whose `state_dict()` result was saved as a dict. That may be a copy from long
+    before the step, so only the user can tell whether to take it."""
     return (
         f"{path}: is an object in the state; the checkpoint has a dict, as of its state_dict(). If that was given anew "
         f"for each save, load with optional={path!r}, and then give what ckptlib.read(url, only={name!r}) has there to "
@@ -63,14 +63,14 @@ def _as_dict(path: str, name: str) -> str:
 
 
 def maker(device: torch.device | None = None) -> Make:
-    """Gives plain tensors, whole on each rank."""
+    """Returns a maker of plain tensors, whole on each rank."""
     return lambda path, entry, now: made(entry, device)
 
 
 def rebuild(plan: LoadPlan, tree: Json, path: str, now: object, make: Make, depth: int = 0) -> Callable[[], object]:
     """Wants the tensors of a tree; returns the function that makes the object once they are filled.
 
-    `make`: gives tensors that the object has not yet.
+    `make`: makes tensors that the object does not have yet.
     """
     if depth > tagged_values.MAX_DEPTH:
         raise FormatError(
@@ -103,7 +103,7 @@ def rebuild(plan: LoadPlan, tree: Json, path: str, now: object, make: Make, dept
 
 
 def _subclass(plan: LoadPlan, kind: Mapping[str, Json], path: str, now: object) -> Callable[[], object]:
-    """The instance that is there: none is ever made of the name of a class."""
+    """Fills the instance that is there: none is ever made from the name of a class."""
     now = now.value if isinstance(now, PerRank) else now
     if is_subclass(now):
         plan.fill_subclass(now, path, path, kind)
@@ -138,7 +138,8 @@ def _items(
 
 
 def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
-    """A tensor made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
+    """Calls `load`, in inference mode if a tensor was made in it, as for an evaluation: only then can it be written
+    to."""
     with torch.inference_mode() if _holds_inference(now) else nullcontext():
         load(state)
 
