@@ -18,8 +18,7 @@ class Stand(NamedTuple):
     world_size: int
     uses: Mapping[PackSet, float]
     users: Mapping[PackSet, frozenset[int]]
-    """The ranks that use each set, as in the document: sets that it tells without ranks, which all ranks use, are left
-    out."""
+    """The ranks that use each set, as far as the document tells; a set that is left out counts as used by all ranks."""
     nbytes: int
     layouts: tuple[str, ...]
     metrics: Mapping[str, float]

@@ -1,1 +1,1 @@
-"""From a checkpoint to files that others read: safetensors, Hugging Face, torch. No torch, but for torch's own."""
+"""Exports a checkpoint to files that others read: safetensors, Hugging Face, torch. Only torch's own need torch."""

@@ -1,5 +1,5 @@
-"""`python -m ckptlib.exporting`: one export, in a process of its own. Its order comes over stdin, since it may hold
-secrets; what became of it goes to stdout. It needs nothing of whoever started it, and outlives it.
+"""`python -m ckptlib.exporting`: one export, in a process of its own. It reads its order from stdin, since that may
+hold secrets, and writes the outcome to stdout. It needs nothing else of the process that started it, and outlives it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def main() -> None:
         told = {"nbytes": report.nbytes, "files": [*map(str, report.files)]}
     except (CkptError, ValueError) as error:
         told = {"error": describe(error)}
-    with contextlib.suppress(BrokenPipeError):  # nobody is left who wants to know
+    with contextlib.suppress(BrokenPipeError):  # the process that started this one is gone
         print(json.dumps(told), flush=True)
-    os._exit(0)  # without a word about a pipe that is closed
+    os._exit(0)  # else Python would complain about a closed pipe
 
 
 main()

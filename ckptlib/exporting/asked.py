@@ -1,4 +1,4 @@
-"""What a user says of exports that a run makes by itself. Pure."""
+"""The settings of exports that a run makes by itself. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Export:
     steps: Policy | int | Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError, before a run begins that would not give what it is asked for."""
+        """Raises ValueError for settings that cannot work, before a run begins."""
         order_of(self.document())
         local_path(self.out, self.format)
         if self.steps is not None:
@@ -59,16 +59,17 @@ class Export:
         return self.steps is not None and policy_of(self.steps).due(step)
 
     def path(self, step: int) -> Path:
-        """Where the step goes."""
+        """Returns the path that the step is exported to."""
         return Path(str(self.out).replace(STEP, str(step))).absolute()
 
     def is_there(self, step: int) -> bool:
-        """Whether the step is there, whole. A directory of Hugging Face's is there before its files are."""
+        """Whether the step's export is there, whole. For "hf", this looks for files: the directory is there before
+        them."""
         out = self.path(step)
         return out.exists() if self.format != HF else any((out / name).exists() for name in (*shard_names(1), INDEX))
 
     def document(self) -> dict[str, Json]:
-        """For another process."""
+        """Returns the settings for another process; see `order_of`."""
         only = [self.only] if isinstance(self.only, str) else self.only
         return {
             "format": self.format,
@@ -81,13 +82,13 @@ class Export:
 
 
 def check_export(export: object) -> None:
-    """Raises TypeError for what is none, but for None."""
+    """Raises TypeError for a value that is neither an Export nor None."""
     if export is not None and not isinstance(export, Export):
         raise TypeError(f"export={export!r}: expected Export, such as Export('out/{STEP}', steps=10_000)")
 
 
 def order_of(document: Mapping[str, object]) -> ExportOrder:
-    """What `Export.document` gave."""
+    """Returns the order in a document that `Export.document` returned."""
     only, strip, renames = document["only"], document["strip"], document["map"]
     dtype, most = document["dtype"], document["max_shard_size"]
     assert only is None or isinstance(only, list)

@@ -1,4 +1,4 @@
-"""Floating-point numbers of one width as those of another, as torch converts them. numpy has no bfloat16, so bits."""
+"""Converts floating-point dtypes as torch does. numpy has no bfloat16, so that is converted by bits."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ WORDS = {
     "fp32": "float32",
     **{name: name for name in ("bfloat16", "float16", "float32")},
 }
-"""What a user may ask for."""
+"""The words for dtypes that a user may ask for."""
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""What is converted; all else stays as it is."""
+"""The dtypes that are converted; all others stay as they are."""
 
 _NAN = 0x7FC0
 
 
 def dtype_of(word: str | None) -> str | None:
-    """Raises ValueError for a word that is none."""
+    """Returns the dtype for a word. Raises ValueError for an unknown word."""
     if word is not None and word not in WORDS:
         raise ValueError(f"dtype {word!r}: expected bf16, fp16 or fp32")
     return None if word is None else WORDS[word]
 
 
 def target_of(dtype: str, wanted: str | None) -> str:
-    """What a tensor of this dtype becomes."""
+    """Returns the dtype in which a tensor of this dtype is exported."""
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
 def cast(raw: Raw, wanted: str, name: str) -> Raw:
-    """The same numbers in another dtype, by way of float32: each the nearest, ties to even.
+    """Returns the same numbers in another dtype, by way of float32, each rounded to the nearest, ties to even.
 
-    Raises UnsupportedState where a finite one would become infinite.
+    Raises UnsupportedState if a finite number would become infinite.
     """
     if raw.dtype == wanted:
         return raw

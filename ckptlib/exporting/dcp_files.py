@@ -1,4 +1,5 @@
-"""A directory of torch.distributed.checkpoint: nested as the state was, optimizers by name of parameter, values too.
+"""Writes a directory of torch.distributed.checkpoint: nested as the state was, with optimizer state by parameter name,
+and with plain values.
 
 torch's own writer makes the index, a pickle that is never read here. Only functions of this file need torch.
 """
@@ -29,16 +30,16 @@ from ckptlib.reading.opened import CheckpointReader
 from ckptlib.stores.flushing import flush_path
 
 DATA = "__0_0.distcp"
-"""As the first file of rank 0 is called."""
+"""The name that torch gives the first file of rank 0."""
 
 INDEX = ".metadata"
 
 Path = tuple[Any, ...]
-"""Keys, and positions in lists."""
+"""Keys of dicts and positions in lists, from the root to a leaf."""
 
 
 class Leaf(NamedTuple):
-    """What the directory holds under one name."""
+    """A tensor or plain value that the directory holds under one name."""
 
     name: str
     path: Path
@@ -55,7 +56,7 @@ def write_dcp(
     progress: Callable[[int], None],
     expect: Callable[[int], None],
 ) -> list[Item]:
-    """Streams tensors into a directory beside, which has its name when it is published. Returns the tensors."""
+    """Streams tensors into a partial directory, which gets its name when it is published. Returns the tensors."""
     framework_of(TORCH)
     found = StandIns(opened)
     leaves = leaves_of(nested(found, naming.only), found, naming)
@@ -79,7 +80,7 @@ def write_dcp(
 
 
 class StandIns:
-    """An opened step as `nested` sees it, with tensors that hold nothing in the place of those that are saved."""
+    """An opened step as `nested` sees it, with empty meta tensors in the place of the saved ones."""
 
     def __init__(self, opened: CheckpointReader) -> None:
         import torch
@@ -100,11 +101,11 @@ class StandIns:
         return {name: self._made[self._first[name]] for name in names}
 
     def saved_as(self, value: object) -> str | None:
-        """The name of the tensor that this stands for; None for a value."""
+        """Returns the name of the saved tensor that this stands for; None for a plain value."""
         return self._names.get(id(value))
 
     def filled(self, value: Any) -> Any:
-        """A leaf with its tensors in the places of their stand-ins: torch takes a tuple for one leaf, whatever is in
+        """Returns a leaf with tensors in place of their stand-ins: torch takes a tuple for one leaf, whatever is in
         it."""
         if (saved := self.saved_as(value)) is not None:
             whole = Box.whole(self._opened.spec(saved).shape)
@@ -115,7 +116,8 @@ class StandIns:
 
 
 def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Leaf]:
-    """As torch flattens the tree. Raises StateMismatch where an option meets nothing, UnsupportedState for names."""
+    """Returns the leaves of the tree, flattened as torch does. Raises StateMismatch if an option matches nothing,
+    UnsupportedState for names that clash or are empty."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     if naming.only is None:
@@ -141,7 +143,7 @@ def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Lea
 
 
 def _at(tree: Any, path: Sequence[Any]) -> Any:
-    """`path`: as torch has it, with keys of dicts as text."""
+    """Returns the node at a path. `path`: as torch gives it, with keys of dicts as text."""
     for key in path:
         if isinstance(tree, dict) and key not in tree:
             key = next((other for other in tree if str(other) == key), key)
@@ -150,7 +152,7 @@ def _at(tree: Any, path: Sequence[Any]) -> Any:
 
 
 def name_parameters(tree: dict[str, Any], path: str) -> None:
-    """Of an optimizer, without the path of the module, as `get_optimizer_state_dict` names them."""
+    """Names an optimizer's parameters as `get_optimizer_state_dict` does, without the path of the module."""
     try:
         node = _at(tree, [key_of(segment) for segment in path.split("/")])
         groups, state = node["param_groups"], node["state"]
@@ -171,7 +173,7 @@ def name_parameters(tree: dict[str, Any], path: str) -> None:
 
 
 def _chunks(items: Sequence[Item]) -> Iterator[Wanted]:
-    """Parts of tensors, each of which is written as one object."""
+    """Yields parts of tensors, each of which is written as one object."""
     for item in items:
         for box in Box.whole(item.shape).split(BATCH_BYTES // dtypes.itemsize(item.dtype_saved)):
             yield Wanted(item, box.shape, ((0, box),))
@@ -230,7 +232,7 @@ def _write(
         os.fsync(opened_file.fileno())
     paths = {leaf.name: leaf.path for leaf in leaves}
     FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
-    flush_path(directory / INDEX)  # torch flushes it before Python's buffer is written to it
+    flush_path(directory / INDEX)  # torch syncs it before Python's buffer is written to it
     flush_path(directory)
 
 

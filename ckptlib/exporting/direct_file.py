@@ -1,7 +1,7 @@
-"""A file that is written from its beginning to its end, around the page cache where that is possible.
+"""Writes a file from its beginning to its end, past the page cache if that is possible.
 
-What is given is gathered in buffers of whole pages, of which a thread writes one while the next one is filled. What is
-large and lies on pages, here and in the file, is written from where it is.
+Data is gathered in buffers of whole pages; a thread writes one while the next one is filled. Large data that is aligned
+to pages, in memory and in the file, is written from where it is.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ckptlib.stores.flushing import CANNOT
 from ckptlib.stores.local_direct import FROM_BYTES, address_of, past_cache, written
 
 BUFFER_BYTES = 8 * 1024 * 1024
-"""Of one write; there are NUM_BUFFERS."""
+"""Bytes of one buffer, and of one write."""
 
 NUM_BUFFERS = 3
 
 
 class DirectFile:
-    """Owns the descriptor's position from 0 on. Leaving the context waits for what is under way; `finish` writes the
-    rest. Raises OSError, also for what was given before."""
+    """A file that is written through buffers, by offset, from 0 on. Leaving the context waits for writes under way;
+    `finish` writes the rest. Methods raise OSError, also for data that was given before."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -35,10 +35,10 @@ class DirectFile:
         self._filled = 0
         self._error: OSError | None = None
         self.nbytes = 0
-        """That were given."""
+        """Bytes that were given so far."""
 
     def write(self, data: Buffer) -> int:
-        """Appends. The data may be changed when this returns."""
+        """Appends data, which may be changed once this returns. Returns its bytes."""
         view = as_bytes(data)
         given = view.nbytes
         if given >= FROM_BYTES and self.nbytes % PAGE_BYTES == 0 and address_of(view) % PAGE_BYTES == 0:
@@ -53,7 +53,7 @@ class DirectFile:
         return given
 
     def _write_in_place(self, view: memoryview) -> memoryview:
-        """Writes the whole pages of it, and waits: to copy them would cost as much again. Returns the rest."""
+        """Writes the whole pages of `view`, and waits: copying them would cost as much again. Returns the rest."""
         if self._filled:
             self._submit()
         pages = view[: view.nbytes - view.nbytes % PAGE_BYTES]
@@ -64,11 +64,11 @@ class DirectFile:
         return view[pages.nbytes :]
 
     def flush(self) -> None:
-        """For `torch.save`, which asks for it after each object; `finish` counts."""
+        """Does nothing. `torch.save` calls it after each object; `finish` writes the rest."""
 
     def finish(self) -> None:
-        """Writes the rest, and waits for all of it. Nothing is flushed to the disk itself. Raises again what a `write`
-        has raised: whoever called that may have kept it for himself."""
+        """Writes the rest, and waits for all writes. Does not sync to the disk. Raises again what a `write` has raised,
+        since its caller may have swallowed that."""
         if self._error is not None:
             raise self._error
         if self._filled:
@@ -77,7 +77,7 @@ class DirectFile:
             self._await_first()
 
     def _submit(self) -> None:
-        """The buffer that was filled; the one that was given longest ago is filled next."""
+        """Submits the buffer that was filled; the one that was submitted longest ago is filled next."""
         buffer, nbytes = self._buffers.pop(), self._filled
         self._under_way.append(self._executor.submit(_write_some, self._fd, buffer, nbytes, self.nbytes - nbytes))
         self._buffers.insert(0, buffer)
@@ -97,7 +97,7 @@ class DirectFile:
 
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown()
-        self._buffers.clear()  # a view of one may live on in the trace of an error
+        self._buffers.clear()  # not closed: a view of one may live on in the traceback of an error
 
 
 def _write_some(fd: int, buffer: mmap.mmap, nbytes: int, at: int) -> None:
@@ -106,7 +106,7 @@ def _write_some(fd: int, buffer: mmap.mmap, nbytes: int, at: int) -> None:
 
 
 def _write(fd: int, view: memoryview, at: int) -> None:
-    """`view` and `at`: on a page."""
+    """Writes `view` at offset `at`. Both begin on a page."""
     done, whole = 0, view.nbytes - view.nbytes % PAGE_BYTES
     with past_cache(fd) as possible:
         try:

@@ -1,4 +1,4 @@
-"""A step, or a part of it, as files for other libraries."""
+"""Exports a step, or a part of it, as files for other libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAFETENSORS, HF, TORCH, DCP = "safetensors", "hf", "torch", "dcp"
 FORMATS = (SAFETENSORS, HF, TORCH, DCP)
 
 _ENDS = {SAFETENSORS: (".safetensors",), TORCH: (".pt", ".pth", ".bin", ".ckpt")}
-"""Of names by which other libraries take a file for one of this format."""
+"""File name suffixes by which other libraries take a file for one of this format."""
 
 Progress = Callable[[int], None]
 
@@ -30,16 +30,16 @@ class ExportReport:
     step: int
     format: str
     files: tuple[Path, ...]
-    """The index last, where there is one."""
+    """The files, the index last if there is one."""
     num_tensors: int
     nbytes: int
-    """Of all tensors, as they are in the files."""
+    """Bytes of all tensors, as they are in the files."""
     nbytes_read: int
-    """From the checkpoint's packs."""
+    """Bytes read from the checkpoint's packs."""
     ties: Mapping[str, str]
-    """Names that are not in the files, each with the one that its data is under."""
+    """Further names of tied weights, each with the name that holds the data."""
     rounded: Mapping[str, float]
-    """See `LoadReport.rounded`: what the checkpoint itself has rounded."""
+    """The tensors that the checkpoint itself has rounded; see `LoadReport.rounded`."""
 
 
 def export(
@@ -85,14 +85,14 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class ExportOrder:
-    """What is to be written, and how."""
+    """The format and options of an export."""
 
     format: str
     naming: Naming
     dtype: str | None
-    """torch's name; None: as it is saved."""
+    """torch's name of the dtype to convert to; None: as saved."""
     most: int
-    """Bytes of one file, if it is not one tensor that has more; of "hf"."""
+    """The most bytes of one file of "hf"; a file of one larger tensor may have more."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -100,7 +100,7 @@ class ExportOrder:
 
 
 def local_path(out: str | Path, format: str) -> Path:
-    """Raises ValueError for a URL, for a path below "~", and for the name of a file of another format."""
+    """Returns the path. Raises ValueError for a URL, a path below "~", and a file name of another format."""
     if "://" in str(out):
         raise ValueError(f"{out}: an export goes to a path of this machine; copy the files from there")
     if Path(out).parts[:1] == ("~",):
@@ -118,7 +118,7 @@ def local_path(out: str | Path, format: str) -> Path:
 
 
 def nothing(nbytes: int) -> None:
-    """Nobody watches."""
+    """Ignores progress."""
 
 
 def export_opened(
@@ -128,7 +128,8 @@ def export_opened(
     progress: Progress = nothing,
     expect: Progress = nothing,
 ) -> ExportReport:
-    """As `export`, of an opened step. `expect` is told how many bytes there will be, `progress` of those done."""
+    """Exports an opened step, as `export` does. `expect` is called with the number of bytes that there will be,
+    `progress` with bytes as they are done."""
     before = opened.nbytes_read
     opened.read_once()
     directory = out if order.format == HF else out.parent
@@ -179,7 +180,7 @@ def _to_safetensors(
     metadata = {"format": "pt", "ckptlib.step": str(opened.step), "ckptlib.name": str(opened.metadata()["name"])}
     plans = {file: plan_file(group, metadata) for file, group in zip(names, groups, strict=True)}
     written = [*names, INDEX] if len(names) > 1 else names
-    # transformers takes the single file before an index, and would take old weights for the new ones, or mix them
+    # transformers prefers the single file to an index, so it could take old weights for the new ones, or mix them
     others = [*shard_names(1), INDEX] if order.format == HF else []
     files.make_room(sum(plan.nbytes for plan in plans.values()), *written, *others)
     _check_there(opened, items)
@@ -208,6 +209,6 @@ def _to_torch(
 
 
 def _check_there(opened: CheckpointReader, items: Sequence[Item]) -> None:
-    """Before the disk is filled with what a document claims and no pack has."""
+    """Checks that tensors are there, before the disk is filled for data that a document claims and no pack has."""
     for item in items:
         opened.check_there(item.chosen.saved)

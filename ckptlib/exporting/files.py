@@ -1,4 +1,4 @@
-"""What the files of an export look like: safetensors headers, and which tensor goes into which file. Pure."""
+"""Lays out the files of an export: safetensors headers, and which tensor goes into which file. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptlib.exporting.names import Chosen
 from ckptlib.format import dtypes
 
 MAX_HEADER = 100_000_000
-"""Bytes: safetensors reads no longer one."""
+"""The most bytes of a header that safetensors reads."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -25,7 +25,7 @@ class Item:
     chosen: Chosen
     dtype_saved: str
     dtype: str
-    """In the file."""
+    """Its dtype in the file."""
     shape: tuple[int, ...]
 
     @property
@@ -34,24 +34,24 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Its bytes in the file."""
         return self.numel * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file."""
+    """The layout of one file."""
 
     items: tuple[Item, ...]
     head: bytes
     offsets: tuple[int, ...]
-    """Of each item's first byte, in the file."""
+    """The offset of each item in the file."""
     nbytes: int
-    """Of the whole file."""
+    """Bytes of the whole file."""
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes: "5GB", "200MiB", 1000. Raises ValueError."""
+    """Returns the bytes of a size such as "5GB", "200MiB" or 1000. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", str(text).strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
         raise ValueError(f"size {text!r}: expected a number of bytes, or one such as 5GB or 200MiB")
@@ -59,7 +59,7 @@ def parse_size(text: str | int) -> int:
 
 
 def plan_file(items: Sequence[Item], metadata: Mapping[str, str]) -> FilePlan:
-    """A safetensors file. The tensors with the widest elements come first, so that all are aligned to their own size.
+    """Lays out a safetensors file. Tensors with the widest elements come first, so that all are aligned to their size.
 
     Raises UnsupportedState for a dtype that safetensors lacks.
     """
@@ -80,9 +80,9 @@ def plan_file(items: Sequence[Item], metadata: Mapping[str, str]) -> FilePlan:
         }
         ties.update(dict.fromkeys(item.chosen.ties, item.chosen.name))
         at += item.nbytes
-    told = {**ties, **metadata}  # as safetensors' own save_model has it
+    told = {**ties, **metadata}  # as safetensors' own save_model writes it
     text = json.dumps({"__metadata__": told, **rows}, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(len(text) + 8) % 4096)  # so that data begins at a page
+    text += b" " * (-(len(text) + 8) % 4096)  # so that data begins on a page
     if len(text) > MAX_HEADER:
         raise UnsupportedState(f"a header of {len(text):,} bytes for {len(items):,} tensors; use --max-shard-size")
     head = len(text).to_bytes(8, "little") + text
@@ -90,7 +90,7 @@ def plan_file(items: Sequence[Item], metadata: Mapping[str, str]) -> FilePlan:
 
 
 def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
-    """In order, each group of at most so many bytes, or of one tensor."""
+    """Cuts items into groups, in order, each of at most `most` bytes, or of one tensor."""
     groups: list[list[Item]] = [[]]
     filled = 0
     for item in items:
@@ -103,7 +103,7 @@ def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
 
 
 def shard_names(number: int) -> list[str]:
-    """As transformers calls its files."""
+    """Returns the names that transformers gives its files."""
     if number == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
@@ -113,7 +113,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def index_of(plans: Mapping[str, FilePlan]) -> bytes:
-    """Which tensor is in which file, as transformers reads it."""
+    """Returns the index of which tensor is in which file, as transformers reads it."""
     weights = {item.chosen.name: file for file, plan in plans.items() for item in plan.items}
     total = sum(item.nbytes for plan in plans.values() for item in plan.items)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are exported, and what the files call them. Pure."""
+"""Chooses the tensors of a checkpoint that are exported, and their names in the files. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.policy.patterns import Patterns
 
 OWN = "@"
-"""Begins the names of what ckptlib adds to a state, such as "@rng"; exported only when `only` says so."""
+"""The first character of names that ckptlib adds to a state, such as "@rng"; exported only if `only` says so."""
 
 RESERVED = "__metadata__"
-"""No name of a tensor in a safetensors file."""
+"""A name that no tensor in a safetensors file can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +22,27 @@ class Chosen:
     saved: str
     """Its name in the checkpoint, or one of them."""
     name: str
-    """And in the files."""
+    """Its name in the files."""
     ties: tuple[str, ...]
-    """Further names that it would have there."""
+    """Further names that it would have in the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What a user asked for."""
+    """The tensors that a user asked for, and how they are renamed."""
 
     only: Sequence[str] | None
     strip: str
     """A prefix that names lose."""
     map: Mapping[str, str]
-    """From a name, or a part of one that ends before a "/" or a ".", to what stands in its place; after `strip`."""
+    """Maps a name, or its beginning up to a "/" or ".", to its replacement; applied after `strip`."""
 
     def choose(self, names: Sequence[str], aliases: Mapping[str, str], where: str) -> list[Chosen]:
-        """In the order of `names`. `aliases`: further names of tensors, each with the first.
+        """Returns the tensors to export, in the order of `names`. `aliases`: further names of tensors, each with the
+        first.
 
-        Raises StateMismatch where something that was asked for is not there, UnsupportedState for names that no file
-        can have, or that two tensors would have.
+        Raises StateMismatch if something that was asked for is not there, UnsupportedState for names that no file can
+        have, or that two tensors would have.
         """
         wanted = [name for name in names if not name.startswith(OWN)]
         idle: list[str] = []
@@ -68,19 +69,19 @@ class Naming:
         return sorted(chosen, key=lambda one: order[one.saved])
 
     def _idle(self, names: Sequence[str]) -> list[str]:
-        """What renames none of them."""
+        """Returns the options that rename none of these names."""
         stripped = [name.removeprefix(self.strip) for name in names]
         idle = [] if not self.strip or any(name.startswith(self.strip) for name in names) else [f"strip {self.strip}"]
         return idle + [f"map {old}" for old in self.map if not any(_begins(name, old) for name in stripped)]
 
     def check_used(self, names: Sequence[str], where: str) -> None:
-        """Raises StateMismatch where `strip` or an entry of `map` meets none of these names."""
+        """Raises StateMismatch if `strip` or an entry of `map` matches none of these names."""
         if idle := self._idle(names):
             tops = ", ".join(sorted({name.partition("/")[0] for name in names})[:20])
             raise StateMismatch(f"{where}: nothing for {', '.join(map(repr, idle))}; at its top are {tops}")
 
     def rename(self, name: str) -> str:
-        """One name, by `strip` and `map`."""
+        """Renames one name by `strip` and `map`."""
         return self._renamed(name.removeprefix(self.strip))
 
     def _renamed(self, name: str) -> str:
@@ -96,7 +97,7 @@ def _begins(name: str, old: str) -> bool:
 
 
 def _is_text(name: str) -> bool:
-    """Half of a surrogate pair is a str, and no text."""
+    """Whether the name can be encoded: a lone surrogate is a str, but no text."""
     return name.encode("utf-8", "replace").decode() == name
 
 

@@ -1,4 +1,4 @@
-"""Files that come to be whole or not at all: written beside, under a name of their own, and renamed at the end."""
+"""Writes files that appear whole or not at all: under a temporary name in their directory, and renamed at the end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ckptlib.errors import NoRoom, ObjectExists, StoreError
 from ckptlib.stores.flushing import flush_path, free_nbytes, make_directories, reserve
 
 PARTIAL = ".partial"
-"""Ends the names of files that are being written; the names begin with a dot."""
+"""The suffix of files that are being written; their names begin with a dot."""
 
 LEFT_FOR_S = 86400.0
-"""A file that nobody has written to for so long is of an export that was killed."""
+"""A partial file that was not written to for this long was left by an export that was killed."""
 
 
 class Outputs:
-    """Files in one directory. None is there by its name before `publish`, which gives them their names in order."""
+    """Files in one directory. `publish` gives them their names, in order; before, none has its name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -32,15 +32,15 @@ class Outputs:
         self._written: list[tuple[Path, Path]] = []
 
     def make_room(self, nbytes: int, *names: str) -> None:
-        """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small.
+        """Makes the directory. Raises ObjectExists if a name is taken, NoRoom if the disk is too small.
 
-        `names`: of the files to come, and of others that readers would take instead of them, or together with them.
-        What an export of the same names left that was killed more than a day ago is removed.
+        `names`: names of the files to come, and of others that readers would take instead of them, or together with
+        them. Removes what an export of the same names left if it was killed more than a day ago.
         """
         make_directories(str(self._directory))
         for path in self._directory.glob(f".*{PARTIAL}"):
             if any(path.match(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{PARTIAL}") for name in names):
-                with suppress(OSError):  # somebody else removes it
+                with suppress(OSError):  # another process removes it
                     if path.stat().st_mtime < time.time() - LEFT_FOR_S:
                         _remove(path)
         self._must_be_free = tuple(self._directory / name for name in names)
@@ -52,13 +52,13 @@ class Outputs:
             raise NoRoom(f"{self._directory}: the export has {nbytes:,} bytes, and the disk has {free:,} left")
 
     def beside(self, name: str) -> Path:
-        """Where a file, or a directory, is written before it has its name."""
+        """Returns the path at which a file or directory is written before it has its name."""
         path = self._directory / f".{name}.{self._nonce}{PARTIAL}"
         self._written.append((path, self._directory / name))
         return path
 
     def write(self, name: str, nbytes: int, fill: Callable[[int], object]) -> None:
-        """A file of so many bytes; `fill` is given its descriptor."""
+        """Writes a file, for which `nbytes` are reserved. `fill`: called with its descriptor."""
         path = self.beside(name)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
@@ -79,7 +79,7 @@ class Outputs:
         self._written.clear()
 
     def discard(self) -> None:
-        """Removes what has no name yet."""
+        """Removes all that does not have its name yet."""
         for path, _ in self._written:
             with suppress(OSError):
                 _remove(path)
@@ -87,7 +87,10 @@ class Outputs:
 
 @contextmanager
 def outputs(directory: Path) -> Iterator[Outputs]:
-    """Files of one export; whatever it raises, none of them stays without its name."""
+    """Yields the files of one export. On leaving, whatever is raised, removes those that do not have their names.
+
+    Raises NoRoom or StoreError in place of an OSError.
+    """
     found = Outputs(directory)
     try:
         yield found
@@ -100,8 +103,11 @@ def outputs(directory: Path) -> Iterator[Outputs]:
 
 
 def _name(path: Path, final: Path) -> None:
-    """Another export may give out the same names in this moment, as one that outlived its trainer. The first one has
-    all of them: to rename a file would put it in the place of the other's."""
+    """Gives a file or directory its name, unless it is taken. Raises ObjectExists if it is.
+
+    Another export, such as one that outlived its trainer, may publish the same names at this moment. The first one gets
+    all of them: renaming would replace the other's file, so this makes a link.
+    """
     try:
         os.link(path, final)
     except OSError:  # it is there, or this is a directory, or the file system has no hard links
@@ -113,7 +119,8 @@ def _name(path: Path, final: Path) -> None:
 
 
 def _is_one_file(path: Path, final: Path) -> bool:
-    """NFS sends a request again when the answer is lost: the second one finds the link of the first."""
+    """Whether both are one file. If an answer is lost, NFS sends the request to link again, which then finds the link
+    of the first request."""
     try:
         return path.samefile(final)
     except FileNotFoundError:

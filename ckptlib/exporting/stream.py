@@ -1,4 +1,4 @@
-"""Tensors from a checkpoint, some megabytes at a time: the next ones are read while the last ones are written."""
+"""Streams tensors from a checkpoint, some megabytes at a time: reads the next ones while the last are written."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ckptlib.reading.opened import CheckpointReader
 from ckptlib.reading.reader import Want
 
 BATCH_BYTES = 32 * 1024 * 1024
-"""Read at once; two are in memory. Several times the size of chunks."""
+"""Bytes that are read at once, several times the size of chunks; two batches are in memory."""
 
 CAST_ELEMENTS = 1 << 20
-"""Converted at once, since that takes several times their memory."""
+"""How many elements are converted at once, since converting takes several times their memory."""
 
 ALIGNED = 64
 
@@ -35,18 +35,18 @@ class Wanted(NamedTuple):
 
     item: Item
     shape: tuple[int, ...]
-    """Of the array."""
+    """The shape of the array."""
     boxes: tuple[tuple[int, Box], ...]
-    """Boxes of the tensor that fill it, one behind the other, each with the position of its first element."""
+    """Boxes of the tensor that fill the array, one after the other, each with the position of its first element."""
 
     @property
     def nbytes(self) -> int:
-        """As it is saved."""
+        """Bytes of the array in the saved dtype."""
         return math.prod(self.shape) * dtypes.itemsize(self.item.dtype_saved)
 
 
 def read(opened: CheckpointReader, wanted: Iterable[Wanted]) -> Generator[tuple[Wanted, Raw], None, None]:
-    """In order. An array is overwritten when the next one is asked for. Raises as a read does."""
+    """Reads arrays, in order. An array is overwritten when the next one is asked for. Raises as a read does."""
     buffers = [mmap.mmap(-1, BATCH_BYTES + PAGE_BYTES) for _ in range(2)]  # fresh memory costs more than the read
     waiting: tuple[Sequence[Wanted], Future[list[Raw]]] | None = None
     with ThreadPoolExecutor(1, "ckptlib-export-read") as executor:
@@ -79,7 +79,7 @@ def _fill(opened: CheckpointReader, batch: Sequence[Wanted], buffer: mmap.mmap) 
 
 
 def batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
-    """In order, each of at most BATCH_BYTES. Pure."""
+    """Groups arrays into batches, in order, each of at most BATCH_BYTES. Pure."""
     batch: list[Wanted] = []
     end = 0
     for one in wanted:
@@ -102,14 +102,14 @@ def _begins(batch: Iterable[Wanted]) -> Iterator[int]:
 
 
 def _begin(end: int, one: Wanted) -> int:
-    """On a page, as direct I/O wants it, what has as much."""
+    """Returns where an array begins in the buffer: on a page, as direct I/O needs, if it has at least a page."""
     return end + -end % (PAGE_BYTES if one.nbytes >= PAGE_BYTES else ALIGNED)
 
 
 def pieces_of(items: Iterable[Item], begins: Callable[[str], Sequence[int]]) -> Iterator[Wanted]:
-    """Tensors in order, in runs of elements of which none has more than a batch. Pure.
+    """Yields tensors in order, in runs of elements of at most a batch each. Pure.
 
-    `begins`: of a saved tensor, in ascending order, the elements before which it is cut where that is possible.
+    `begins`: returns the elements of a saved tensor before which it is cut if possible, ascending.
     """
     for item in items:
         most = BATCH_BYTES // dtypes.itemsize(item.dtype_saved)
@@ -126,7 +126,7 @@ def pieces_of(items: Iterable[Item], begins: Callable[[str], Sequence[int]]) -> 
 
 
 def converted(item: Item, raw: Raw) -> Iterator[Raw]:
-    """As the file has it, some elements at a time."""
+    """Yields the array in the file's dtype, some elements at a time."""
     if raw.dtype == item.dtype:
         yield raw
         return

@@ -1,7 +1,7 @@
-"""A file for `torch.load`: a flat dict of tensors, in one pass. Only this file of the room needs torch.
+"""Writes a file for `torch.load`, a flat dict of tensors, in one pass. Functions of this file need torch.
 
-`torch.save` writes from memory. So its file is made here as it makes it, a zip archive: what torch puts beside the
-tensors is taken from an archive of its own, the pickle is made in its words, and the tensors follow as they are read.
+`torch.save` writes from memory, so this module writes the same zip archive itself: it takes what torch puts beside the
+tensors from a small archive made by torch, pickles as torch does, and appends the tensors as they are read.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ckptlib.reading.frameworks import TORCH, framework_of, torch_dtype
 from ckptlib.reading.opened import CheckpointReader
 
 ALIGNED = 64
-"""As torch aligns tensors in a file; large ones lie on pages, so that they can be written from where they are."""
+"""The alignment that torch gives tensors in a file; large ones lie on pages, to be written from where they are."""
 
 PICKLE_PROTOCOL = 2
-"""torch's."""
+"""The protocol that torch uses."""
 
 PADDING = b"FB"
-"""What torch calls the extra field of an archive's member that pads it."""
+"""torch's id of the extra field that pads a member of an archive."""
 
 MEMBER_BYTES = 30 + 20
-"""Of a member's header without name and padding: its fixed part, and the sizes that need more than 32 bits."""
+"""Bytes of a member's header without name and padding: its fixed part, and the 64-bit sizes."""
 
 LAYOUT = (".format_version", ".storage_alignment")
-"""Members by which a reader may compute where tensors lie, if torch laid them out. It finds them without."""
+"""Members by which a reader may compute where tensors lie if torch laid them out. Left out: readers do without."""
 
 STORAGES = {
     "bool": "Bool",
@@ -53,7 +53,7 @@ STORAGES = {
     "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }
-"""By dtype, how torch calls the class of a storage in a file, before "Storage". All others have bytes."""
+"""torch's name of the storage class for each dtype, without "Storage". All other dtypes have untyped storages."""
 
 
 def write_torch(
@@ -63,7 +63,7 @@ def write_torch(
     name: str,
     progress: Callable[[int], None],
 ) -> None:
-    """Raises as a read does, UnsupportedState as `cast` does, OSError."""
+    """Writes a file of these tensors. Raises as a read does, UnsupportedState as `cast` does, OSError."""
     framework_of(TORCH)
     beside = _beside_tensors()
     pickled = _pickle(items)
@@ -90,8 +90,8 @@ def write_torch(
 
 
 def save_into(file: DirectFile, value: object) -> None:
-    """Appends what `torch.save` makes of it. Raises OSError, of which torch's writer would only tell that its position
-    is not what it should be."""
+    """Appends `value` by `torch.save`. Raises OSError, which torch's writer turns into a RuntimeError about its
+    position."""
     import torch
 
     try:
@@ -102,7 +102,7 @@ def save_into(file: DirectFile, value: object) -> None:
 
 
 def _beside_tensors() -> dict[str, bytes]:
-    """What torch's file of an empty dict has beside the pickle: its version, the order of bytes."""
+    """Returns what torch's file of an empty dict has beside the pickle: its version, the byte order."""
     import torch
 
     empty = io.BytesIO()
@@ -114,7 +114,7 @@ def _beside_tensors() -> dict[str, bytes]:
 
 
 def _padded(name: str, at: int, nbytes: int) -> zipfile.ZipInfo:
-    """A member that begins at this byte of the file, whose data begins where it should."""
+    """Returns a member that begins at byte `at` of the file, padded so that its data is aligned."""
     info = zipfile.ZipInfo(name)
     begin = at + MEMBER_BYTES + len(name) + len(PADDING) + 2
     padding = -begin % (PAGE_BYTES if nbytes >= PAGE_BYTES * ALIGNED else ALIGNED)
@@ -125,14 +125,14 @@ def _padded(name: str, at: int, nbytes: int) -> zipfile.ZipInfo:
 class _Storage(NamedTuple):
     key: str
     kind: str
-    """Of torch's classes."""
+    """The name of torch's storage class."""
     size: int
-    """In elements of that class."""
+    """The number of elements of that class."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """As it is to be in the pickle."""
+    """A tensor to be pickled as torch pickles it."""
 
     item: Item
     storage: _Storage

@@ -1,1 +1,1 @@
-"""The report on a run: what the records of a root tell, and one page of HTML that shows it. No torch."""
+"""The report on a run: reads the records of a root, and shows them on one page of HTML. No torch."""

@@ -1,6 +1,6 @@
-"""Charts as SVG: bars, stacked bars, lines of steps, and the course of a run. Colours are the style's, by class.
+"""Charts as SVG: bars, stacked bars, lines of steps, and the course of a run. The style colours them by class.
 
-Pure. Each mark has a title, which a browser shows where the mouse rests: there are no scripts.
+Pure. Each mark has a title, which a browser shows under the mouse pointer; there are no scripts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptlib.reporting.html import Element, join, tag
 from ckptlib.reporting.scale import Axis, Scale
 
 MAX_BARS = 240
-"""More would be thinner than a pixel or two: of neighbours the highest one stands."""
+"""The most bars of a chart; more would be thinner than a pixel or two. Of neighbours, the highest is drawn."""
 
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 10.0, 26.0
 """Room for the axes, in pixels."""
@@ -21,13 +21,13 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 10.0, 26.0
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What stands at one place of the x axis."""
+    """The bar at one place of the x axis."""
 
     parts: Sequence[tuple[str, float]]
     """Classes and values, from the bottom up."""
     title: str
     name: str
-    """On the x axis."""
+    """The bar's name on the x axis."""
     faded: bool = False
     level: float | None = None
     """A mark across the bar."""
@@ -44,7 +44,7 @@ class Bar:
 
 
 def bar_chart(bars: Sequence[Bar], axis: Callable[[float], Axis], label: str) -> Element:
-    """One after the other, on a y axis that begins at 0."""
+    """Draws bars side by side, on a y axis that begins at 0."""
     bars = _thinned(bars)
     width, height = 540, 190
     y_axis = axis(max((bar.high for bar in bars), default=0.0))
@@ -78,7 +78,7 @@ def _bar(bar: Bar, y: Scale, middle: float, wide: float) -> Element:
 
 
 def _thinned(bars: Sequence[Bar]) -> list[Bar]:
-    """Of neighbours the highest, where there are too many."""
+    """Returns only the highest of neighbouring bars if there are too many."""
     if len(bars) <= MAX_BARS:
         return [*bars]
     edges = [round(n * len(bars) / MAX_BARS) for n in range(MAX_BARS + 1)]
@@ -86,7 +86,7 @@ def _thinned(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Element:
-    """One bar of the whole width. Parts: class, value, title."""
+    """Draws one bar of the whole width. `parts`: class, value and title of each."""
     total = sum(value for _, value, _ in parts)
     width, height, at = 1100, 34, 0.0
     shapes = []
@@ -106,11 +106,11 @@ class Course:
     """One start of a job on the chart of a run."""
 
     kept: Sequence[tuple[float, float]]
-    """Times and steps that count."""
+    """Times and steps, of steps that count."""
     lost: Sequence[tuple[float, float]]
-    """That were done again or given up."""
+    """Times and steps, of steps that were done again or given up."""
     end: tuple[float, float] | None
-    """Where it failed."""
+    """Time and step at which it failed; None if it did not."""
     title: str
 
 
@@ -125,7 +125,7 @@ class Dot:
 
 
 def course_chart(courses: Sequence[Course], dots: Sequence[Dot], x_axis: Axis, x: Scale, y_axis: Axis) -> Element:
-    """Steps over time. `x`: from times to pixels, within LEFT and 1100 - RIGHT."""
+    """Draws steps over time. `x`: maps times to pixels, between LEFT and 1100 - RIGHT."""
     width, height = 1100, 300
     y = Scale(0.0, y_axis.high, height - BOTTOM, TOP)
     drawn = [_y_axis(y_axis, y, width)]
@@ -153,7 +153,7 @@ def _cross(x: float, y: float, title: str) -> Element:
 
 
 def _arrow(x: float, y: float, title: str) -> Element:
-    """Pointing down to the step that somebody went back to."""
+    """Draws an arrow down to the step that a rewind went back to."""
     path = f"M{x:.1f} {TOP:.1f}V{y - 3:.1f}M{x - 4:.1f} {y - 9:.1f}L{x:.1f} {y - 3:.1f}L{x + 4:.1f} {y - 9:.1f}"
     return tag("path", tag("title", title), class_="arrow", d=path)
 
@@ -180,7 +180,7 @@ def _x_axis(axis: Axis, x: Scale, height: float) -> Element:
 
 
 def _x_names(names: Sequence[str], x: Callable[[int], float], height: float, width: float) -> Element:
-    """As many as have room."""
+    """Draws as many names as there is room for."""
     longest = max(map(len, names), default=1)
     most = max(int((width - LEFT - RIGHT) / (7.0 * longest + 14)), 1)
     every = max(-(-len(names) // most), 1)

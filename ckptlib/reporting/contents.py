@@ -1,4 +1,4 @@
-"""What the chunks of steps are stored as, and in whose packs they lie: counted part by part. Pure."""
+"""Counts, part by part, how the chunks of steps are stored, and in which saves' packs they lie. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptlib.reporting.records import Content
 
 @dataclass(slots=True)
 class Contents:
-    """Of one step, whose parts it is told of."""
+    """Counts the chunks of one step, whose parts are added."""
 
     _codecs: dict[str, Count] = field(default_factory=dict)
     _taken_over: Count = field(default_factory=Count)

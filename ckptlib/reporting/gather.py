@@ -1,7 +1,6 @@
 """Reads what a report shows from a root: listings and documents, no pack.
 
-A document that cannot be read is a problem to be told, and hides nothing else. Of the times of steps `times` makes
-sense.
+A document that cannot be read is reported as a problem, and hides nothing else. `times` works out the times of steps.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from ckptlib.reporting.times import Marks, marks_of, times_of
 from ckptlib.verify.findings import attempt
 
 INTERVAL = "ckptlib.interval"
-"""The metric that says which interval was in force."""
+"""The metric that holds the interval in force."""
 
 MAX_PARTS = 20_000
-"""That are read, of the newest steps: some minutes with an object store."""
+"""The most parts that are read, of the newest steps: this takes some minutes with an object store."""
 
 MAX_FAILURES = 200
-"""Saves without a commit that are told of, the newest ones."""
+"""The most uncommitted saves that are reported, the newest ones."""
 
 MAX_WORDS = 8
-"""Ranks of such a save whose words are read."""
+"""The most ranks of such a save whose published errors are read."""
 
 
 def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
-    """Raises CheckpointNotFound where there is no root, and the store's errors."""
+    """Reads the records of a root. Raises CheckpointNotFound if there is no root, and the store's errors."""
     deadline_s, problems = catalog.root().save_deadline_s, Problems()
     for _ in range(TRIES):
         listed = catalog.store.scan(keys.STEPS)
@@ -93,7 +92,7 @@ def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
 
 
 class Problems:
-    """What could not be read, each once."""
+    """Messages about what could not be read, each once."""
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
@@ -166,7 +165,8 @@ def _contents(
     max_parts: int,
     problems: Problems,
 ) -> tuple[dict[SaveId, Content], Codings | None]:
-    """Of as many steps as have so many parts together, the newest ones first; and the codings of the newest."""
+    """Reads the contents of the newest steps, up to `max_parts` parts in all; and the codings of the newest step on the
+    history, which comes first."""
     chosen: list[Manifest] = []
     left = max_parts
     for manifest in sorted(manifests.values(), key=lambda m: (m.save == newest, m.created), reverse=True):
@@ -202,7 +202,7 @@ def _contents(
 
 
 def _layout_of(catalog: Catalog, name: PartName, part: Part) -> Layout:
-    """Which the part fits. Raises FormatError, or what `Catalog.layout` raises."""
+    """Returns the part's layout, after checking the part against it. Raises FormatError, or as `Catalog.layout`."""
     layout = catalog.layout(part.table.layout)
     part.table.check(layout, name.key)
     return layout
@@ -223,7 +223,7 @@ def _dropped(catalog: Catalog, problems: Problems) -> list[Dropped]:
 def _failed(
     catalog: Catalog, committed: Set[SaveId], dropped: Set[SaveId], problems: Problems
 ) -> tuple[list[FailedSave], int]:
-    """Saves with objects and without a manifest; and the bytes of all packs."""
+    """Returns the saves that have objects but no manifest; and the bytes of all packs."""
     parts: dict[SaveId, list[PartName]] = {}
     nbytes: dict[SaveId, int] = {}
     modified: dict[SaveId, float] = {}
@@ -256,7 +256,7 @@ def _failed(
 
 
 def _errors(catalog: Catalog, names: Sequence[PartName], problems: Problems) -> dict[int, str]:
-    """What ranks said of their failures; of those of one save."""
+    """Returns the errors that ranks published for one save."""
 
     def read(name: PartName) -> FailedPart | CkptError:
         return attempt(lambda: FailedPart.decode(name, catalog.store.get(name.key)))

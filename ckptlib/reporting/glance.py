@@ -1,4 +1,4 @@
-"""The newest of a run, looked at again and again: listings, and those documents that were not read before."""
+"""Follows the newest saves of a run: each look lists, and reads only documents that were not read before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptlib.reporting.times import marks_of, times_of
 from ckptlib.verify.findings import attempt
 
 RECENT = 8
-"""Saves that are shown."""
+"""How many saves are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Recent:
     nbytes_state: int
     nbytes: int
     interval: int | None
-    """Steps that the ranks had agreed upon, with `Overhead`."""
+    """Steps between saves that the ranks had agreed upon, with `Overhead`."""
     times: Times
 
 
@@ -47,23 +47,23 @@ class UnderWay:
 
     save: SaveId
     num_parts: int
-    """Ranks that are done."""
+    """The number of ranks that are done."""
     nbytes: int
-    """Of packs that are there."""
+    """Bytes of the packs that are there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """One look."""
+    """The result of one look at a run."""
 
     at: float
     num_steps: int
-    """Committed, on the history."""
+    """The number of committed steps on the history."""
     recent: Sequence[Recent]
-    """Ascending."""
+    """The newest saves, ascending."""
     under_way: Sequence[UnderWay]
     failed: Mapping[SaveId, str]
-    """Saves of which a rank said that they failed, and what it said."""
+    """Saves that failed, each with the error that a rank published."""
     num_starts: int
     goodput: Goodput
     problems: Sequence[str]
@@ -74,12 +74,12 @@ class Glance:
 
     @property
     def last_known(self) -> Recent | None:
-        """The newest one of which it is known how long training waited: that is told by what comes after it."""
+        """The newest save whose stall is known: what comes after a save tells it."""
         return next((recent for recent in reversed(self.recent) if recent.times.stall_s is not None), None)
 
 
 class Watcher:
-    """Of one root. Remembers what never changes; one thread."""
+    """Looks at one root. It remembers what never changes. Used by one thread."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -87,14 +87,15 @@ class Watcher:
         self._manifests: dict[SaveId, Manifest] = {}
         self._failed: dict[SaveId, str] = {}
         self._accounts_of: tuple[Sequence[str], Set[GenerationId]] | None = None
-        """The objects beside the generations, and the generations with steps, as of the last reading of accounts."""
+        """The objects beside the generations, and the generations with steps, when accounts were last read."""
         self._told: Mapping[GenerationId, Account] = {}
         self._problems: Sequence[str] = ()
         self._seen: SaveId | None = None
-        """Saves up to this one were looked through for failures; those of a start from an earlier step come again."""
+        """Saves up to this one were looked through for failures; if a start goes on from an earlier step, those after
+        that step are looked through again."""
 
     def look(self) -> Glance:
-        """Raises CheckpointNotFound where there is no root yet, and the store's errors."""
+        """Takes a look. Raises CheckpointNotFound if there is no root yet, and the store's errors."""
         catalog = self._catalog
         for _ in range(TRIES):
             put_at = {
@@ -108,7 +109,7 @@ class Watcher:
             manifests = self._read(saves[-RECENT - 1 :], problems)
             if not saves or problems or saves[-1] in self._manifests:  # else it was dropped, and there is a newer one
                 break
-        if self._deadline_s is None or not put_at:  # a root that is gone lists nothing, as a new one does
+        if self._deadline_s is None or not put_at:  # a root that is gone lists nothing, like a new one
             self._deadline_s = catalog.root().save_deadline_s
         self._note_accounts({save.generation for save in put_at})
         under_way = self._look_at_parts(put_at, generations, saves[-1] if saves else None)
@@ -135,8 +136,11 @@ class Watcher:
         return [*found.values()]
 
     def _note_accounts(self, saved: Set[GenerationId]) -> None:
-        """An account is put when a start ends, and never altered. The first step of a start tells that the one before
-        it has ended. `saved`: the generations with steps."""
+        """Reads accounts again if there may be new ones. `saved`: the generations with steps.
+
+        An account is put when a start ends, and is never altered. The first step of a start shows that the previous one
+        has ended.
+        """
         there = [entry.key for entry in self._catalog.store.scan(keys.GENERATIONS)], saved
         if there != self._accounts_of:
             accounts = read_accounts(self._catalog)
@@ -145,7 +149,8 @@ class Watcher:
     def _look_at_parts(
         self, committed: Mapping[SaveId, float], generations: Mapping[GenerationId, Generation], newest: SaveId | None
     ) -> list[UnderWay]:
-        """Saves after the one that the run goes on from; at the first look all, for those that failed."""
+        """Returns saves under way, and notes failed ones. Lists the saves after the step that the run goes on from; at
+        the first look all of them, to find those that failed."""
         head = max(generations, default=None)
         origin = newest
         if head is not None and newest is not None and newest.generation < head:
@@ -171,7 +176,7 @@ class Watcher:
             save = keys.pack_save(entry.key)
             if save is not None and save not in committed:
                 nbytes[save] = nbytes.get(save, 0) + entry.nbytes
-        if all_read:  # else they are looked through again
+        if all_read:  # if not, they are looked through again
             self._seen = origin
         return [
             UnderWay(save, len(parts.get(save, ())), nbytes.get(save, 0))
@@ -187,7 +192,8 @@ def _recent(
     deadline_s: float,
     generations: Mapping[GenerationId, Generation],
 ) -> list[Recent]:
-    """Of one more than there is room for, the first one only tells the others' intervals."""
+    """Returns the newest saves. There may be one manifest more than is shown: it only serves to compute the interval of
+    the next."""
     in_memory = {of for of, record in generations.items() if record.domains}
     times = times_of(manifests, put_at, marks_of(told, manifests), deadline_s, in_memory)
     return [

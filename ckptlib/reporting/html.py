@@ -1,4 +1,4 @@
-"""HTML and SVG as text, of elements. What is not an element is escaped: nothing that a root says can become markup."""
+"""Builds HTML and SVG from elements. All other text is escaped, so nothing read from a root can become markup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckptlib.words import plain
 
 
 class Element(str):
-    """Markup: the only text that is not escaped. Made by `tag` and `join`, and nowhere from what was read."""
+    """Markup: the only text that is not escaped. `tag` and `join` make it; it is never made from text that was read."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ _EMPTY = {"meta", "br"}
 
 
 def escape(value: str | int | float) -> Element:
-    """A value as text of an element or an attribute. Control characters and changes of direction show as escapes."""
+    """Returns a value as text of an element or an attribute. Control and bidirectional characters become escapes."""
     return Element(html.escape(plain(_text(value)), quote=True))
 
 
@@ -36,13 +36,13 @@ def tag(tag_name: str, *children: Child, **attributes: str | int | float | None)
 
 
 def join(*children: Child) -> Element:
-    """One after the other; None is nothing."""
+    """Joins children, one after the other; None is left out."""
     found = (child if isinstance(child, Element) else escape(child) for child in children if child is not None)
     return Element("".join(found))
 
 
 def _text(value: str | int | float) -> str:
-    """Coordinates need no more than two places."""
+    """Returns a value as text, floats with two decimals: coordinates need no more."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return str(value)

@@ -10,11 +10,11 @@ from ckptlib.reporting.style import STYLE
 from ckptlib.words import count, duration, moment, size
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a browser may load for the page: nothing. So even markup that slipped through could not call anybody."""
+"""The page's policy: a browser may load nothing for it, so even markup that was not escaped could send nothing."""
 
 
 def page(found: Records) -> str:
-    """The whole document."""
+    """Returns the whole document."""
     sections = [
         plots.course(found),
         plots.time_spent(found),

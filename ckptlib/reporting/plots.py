@@ -1,4 +1,4 @@
-"""The sections of the page that are drawn: from records to bars, lines and what their titles say. Pure."""
+"""The sections of the page that are charts: turns records into bars, lines and their titles. Pure."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ USES = {
     "closing": ("c-green", "waiting for the last commit"),
     "down": ("c-grey", "no Checkpointer between two starts"),
 }
-"""Of time: colours and meanings."""
+"""What time was spent on: colours and meanings."""
 
 COLOURS = ("c-blue", "c-orange", "c-green", "c-violet", "c-yellow", "c-red")
-"""Of codecs, raw first; more than these share the last one."""
+"""The colours of codecs, raw first; if there are more codecs, they share the last one."""
 
 T = TypeVar("T")
 
 MAX_POINTS = 1500
-"""Of a line: more are no longer told apart."""
+"""The most points of a line, apart from its last; more could not be told apart."""
 
 
 MAX_COURSES = 300
-"""Starts that are drawn, the newest ones."""
+"""The most starts that are drawn, the newest ones."""
 
 
 def section(title: str, *children: Child) -> Element:
@@ -56,7 +56,7 @@ def pair(*sections: Element) -> Element:
 
 
 def key(*rows: tuple[str, str]) -> Element | None:
-    """What colours mean; None where there is nothing to say."""
+    """Returns a legend of what colours mean; None if there are no rows."""
     return (
         None if not rows else tag("ul", *(tag("li", tag("i", class_=kind), word) for kind, word in rows), class_="key")
     )
@@ -66,7 +66,7 @@ def key(*rows: tuple[str, str]) -> Element | None:
 
 
 def course(found: Records) -> Element | None:
-    """Steps over time; None where no time is known."""
+    """Returns the section of steps over time; None if no time is known."""
     failed = {begin.id for begin in found.failed_starts}
     drawn = found.begins[-MAX_COURSES:]
     lines = [line for begin in drawn if (line := _course(begin, begin.id in failed)) is not None]
@@ -291,7 +291,7 @@ def intervals(found: Records) -> Element:
 
 
 def _signs(steps: Iterable[Step]) -> list[tuple[str, str]]:
-    """What bars of steps have besides colours, where any has it."""
+    """Returns rows of the legend for what bars show besides colours, if any of these steps has it."""
     steps = [*steps]
     pale = [("level-key", "pale: left behind by a rewind")] if not all(step.on_history for step in steps) else []
     starts = [("level-key", "line between bars: another start")] if len({s.save.generation for s in steps}) > 1 else []

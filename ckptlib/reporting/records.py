@@ -1,4 +1,4 @@
-"""What a report shows, as its root records it. Types only; bytes, and seconds since the epoch."""
+"""The data that a report shows, as its root records it. Only types; bytes, and seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class Content:
     """The chunks of one step, by its parts."""
 
     codecs: Mapping[str, Count]
-    """By codec, raw first."""
+    """All chunks by codec, raw first."""
     taken_over: Count
-    """Of all of them: those that lie in packs of earlier saves."""
+    """Those of all chunks that lie in packs of earlier saves."""
     packs: Mapping[SaveId, int]
     """Bytes of this step's chunks in the packs of each save, its own included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What one save took, as far as that is recorded."""
+    """How long one save took, as far as that is recorded."""
 
     persist_s: float | None = None
-    """From the snapshot to the commit: the snapshot's time by rank 0's clock, the commit's by the store's."""
+    """Seconds from the snapshot, by rank 0's clock, to the commit, by the store's clock."""
     stall_s: float | None = None
-    """That training stood still from this save until the next one of its start."""
+    """Seconds that training stalled from this save until the next one of its start."""
     since_s: float | None = None
-    """From the save before, or from the start's first step, to this one."""
+    """Seconds of training and stalls from the previous save, or from the start's first step, to this save."""
     since_steps: int | None = None
     """The same in steps."""
 
@@ -46,22 +46,22 @@ class Step:
     created: float
     world_size: int
     nbytes_state: int
-    """That a load gives back."""
+    """Bytes that a load returns."""
     nbytes: int
-    """That were put for it, in packs."""
+    """Bytes that were put for it, in packs."""
     num_uses: int
-    """Other saves whose packs it needs."""
+    """The number of other saves whose packs it needs."""
     on_history: bool
     metrics: Mapping[str, object]
     interval: int | None
     """Steps between saves that the ranks had agreed upon, with `Overhead`."""
     why: str | None
-    """Why that interval was chosen, where that is recorded."""
+    """Why that interval was chosen, if that is recorded."""
     kept: tuple[str, ...]
-    """Why retention keeps it, whatever its age."""
+    """Reasons to keep it, whatever its age: "pinned", "best", "exempt"."""
     times: Times = field(default_factory=Times)
     content: Content | None = None
-    """None where its parts were not read."""
+    """None if its parts were not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,16 @@ class Begin:
 
     id: GenerationId
     record: Generation | None
-    """None where it cannot be read."""
+    """None if it cannot be read."""
     on_history: bool
     start: Start | None
     """What its account tells; None without one."""
     marks: tuple[Mark, ...]
-    """Of its account and of all of its manifests."""
+    """The marks of its account and of all of its manifests."""
     num_saves: int | None
-    """Snapshots that it took, by its account."""
+    """The number of snapshots that it took, by its account."""
     restored_from: str | None = None
-    """The tier, where that is recorded."""
+    """The tier that it restored from, if that is recorded."""
 
     @property
     def is_rewind(self) -> bool:
@@ -87,7 +87,7 @@ class Begin:
 
     @property
     def end(self) -> str | None:
-        """CLOSED, DIED, or None where nobody has told; see `Account.end`."""
+        """CLOSED, DIED, or None if it is not known; see `Account.end`."""
         return None if self.start is None else self.start.end
 
 
@@ -99,53 +99,53 @@ class FailedSave:
     modified: float
     """When its newest object was put, by the store's clock."""
     num_parts: int
-    """Ranks that put their part."""
+    """The number of ranks that put their part."""
     nbytes: int
-    """Of its packs."""
+    """Bytes of its packs."""
     errors: Mapping[int, str]
-    """By rank: what it said."""
+    """The errors that ranks published, by rank."""
     may_come: bool
     """Whether it may still be under way: its generation is the newest one, and no later save of it is committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A step that retention has dropped, and not deleted yet."""
+    """A step that retention has dropped, but not deleted yet."""
 
     save: SaveId
     reason: str
     at: float
-    """By the store's clock."""
+    """When it was dropped, by the store's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All of it."""
+    """All data of a report."""
 
     url: str
     at: float
-    """When it was read."""
+    """When the root was read."""
     steps: Sequence[Step]
-    """In the order in which they were taken."""
+    """All committed steps, by generation, then by step."""
     begins: Sequence[Begin]
-    """Ascending."""
+    """All generations, ascending."""
     goodput: Goodput
     failed: Sequence[FailedSave]
     dropped: Sequence[Dropped]
     nbytes_packs: int
-    """Of all packs in the root, whoever needs them."""
+    """Bytes of all packs in the root, needed or not."""
     newest: Codings | None
-    """What the newest step on the history is stored as."""
+    """How the newest step on the history is stored; None if that is not known."""
     num_without_content: int
-    """Steps whose parts were not read, since there are too many parts."""
+    """The number of steps whose parts were not all read: there are too many, or one cannot be read."""
     untold: int
-    """Starts without an account."""
+    """The number of starts without an account."""
     problems: Sequence[str]
-    """Objects that could not be read."""
+    """Messages about objects that could not be read."""
 
     @property
     def failed_starts(self) -> list[Begin]:
-        """Those that did not come to their end; the newest one, where nobody told of its end, is taken to run."""
+        """The starts that were not closed; the newest one, if its end is not known, is taken to be running."""
         known = [begin for begin in self.begins if begin.start is not None]
         return [b for b in known if b.end == DIED or (b.end is None and b is not known[-1])]
 

@@ -1,4 +1,4 @@
-"""From values to places on a chart, and round numbers for its axes. Pure."""
+"""Maps values to places on a chart, and chooses round numbers for its axes. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SPANS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 2
 DAY_S = 86400
 
 MAX_DATES = 8
-"""On a time axis."""
+"""The most dates on a time axis."""
 
 MAX_DATE = 32_503_680_000.0
-"""The year 3000; what lies beyond is no date."""
+"""The year 3000; later times count as no date."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A line from values to pixels. Values outside of it go to its ends."""
+    """A linear map from values to pixels. Values out of range map to its ends."""
 
     low: float
     high: float
@@ -39,7 +39,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The values that it marks, and what stands there."""
+    """The values that an axis marks, and their labels."""
 
     ticks: Sequence[float]
     words: Sequence[str]
@@ -50,7 +50,7 @@ class Axis:
 
 
 def seconds_axis(most: float) -> Axis:
-    """From 0 to `most` or a little more."""
+    """Returns an axis from 0 to `most` or a little more."""
     return _axis(most, 1.0, lambda value: "0" if not value else _seconds(value))
 
 
@@ -65,7 +65,7 @@ def count_axis(most: float) -> Axis:
 
 
 def time_axis(first: float, last: float) -> Axis:
-    """Dates, UTC. Inside of the span, which they need not fill."""
+    """Returns an axis of dates, UTC. Its marks lie inside the span, but need not fill it."""
     span = max(last - first, 1.0)
     days = math.ceil(span / DAY_S / MAX_DATES)
     gap = next((gap for gap in SPANS if span / gap <= MAX_DATES), days * DAY_S)
@@ -76,7 +76,7 @@ def time_axis(first: float, last: float) -> Axis:
 
 
 def is_date(seconds: float) -> bool:
-    """Whether it can stand on a time axis: documents may hold any number."""
+    """Whether this can be drawn on a time axis: documents may hold any number."""
     return 0.0 < seconds < MAX_DATE
 
 
@@ -88,7 +88,7 @@ def _axis(most: float, unit: float, word: Callable[[float], str]) -> Axis:
 
 
 def _round_up(value: float) -> float:
-    """The next one of 1, 2, 5, 10, 20, ..."""
+    """Rounds up to one of 1, 2, 5, 10, 20, ..."""
     power = 10.0 ** math.floor(math.log10(value))
     return next((n * power for n in (1, 2, 5) if value <= n * power * (1 + 1e-9)), 10 * power)
 

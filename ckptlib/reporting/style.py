@@ -1,4 +1,4 @@
-"""The style of the page: light and dark, by what the reader's system prefers."""
+"""The style of the page: light or dark, as the reader's system prefers."""
 
 from __future__ import annotations
 

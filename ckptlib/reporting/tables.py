@@ -12,23 +12,23 @@ from ckptlib.reporting.records import Begin, FailedSave, Records, Step
 from ckptlib.words import count, cut, metrics, moment, one_line, ranks, seconds, size, span
 
 PLACES = {"memory": "memory", "local": "local disks", "store": "the store"}
-"""Of the tiers of a restore."""
+"""Names of the tiers that a start may restore from."""
 
 MAX_ROWS = 1000
-"""Of a table; of more, the newest ones."""
+"""The most rows of a table; if there are more, the newest are shown."""
 
 MAX_CHANGES = 8
-"""Of the interval; more are folded away."""
+"""The most changes of the interval that are shown unfolded."""
 
 MAX_KINDS = 20
-"""Kinds of tensors, the largest first."""
+"""The most kinds of tensors that are shown, the largest first; and the most lines of other lists."""
 
 MAX_CHARACTERS = 300
-"""Of one cell that holds what a run has said."""
+"""The most characters of a cell with text that a run has written."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Child]], right: Iterable[str] = (), what: str = "") -> Element:
-    """With the newest rows, where there are too many. `right`: columns of numbers. `what`: the rows' noun."""
+    """Returns a table; of the newest rows if there are too many. `right`: columns of numbers. `what`: noun for rows."""
     ends = {n for n, name in enumerate(header) if name in {*right}}
     cells = [
         tag(
@@ -47,17 +47,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Child]], right: Iterabl
 
 
 def is_short(cell: Child) -> bool:
-    """Whether it is better kept on one line."""
+    """Whether the cell is better kept on one line."""
     return isinstance(cell, str) and len(cell) <= len("2026-11-23 15:42:54")
 
 
 def date(seconds_since: float) -> str:
-    """UTC, as the header says."""
+    """Returns a date in UTC, without saying so: the header does."""
     return moment(seconds_since).removesuffix(" UTC")
 
 
 def short(text: str) -> str:
-    """On one line, and not too long."""
+    """Returns a text on one line, cut if it is too long."""
     return cut(one_line(text), MAX_CHARACTERS)
 
 
@@ -145,7 +145,7 @@ def _failed(save: FailedSave) -> list[Child]:
 
 
 def changes(found: Records) -> Element | None:
-    """Of the agreed interval; None where none is recorded."""
+    """Returns the section of changes of the agreed interval; None if none is recorded."""
     rows: list[list[Child]] = []
     before: Step | None = None
     for step in found.steps:
@@ -205,7 +205,7 @@ def tiers(found: Records) -> Element:
 
 
 def kinds(found: Records) -> Element | None:
-    """What the newest step is stored as."""
+    """Returns the section of how the newest step is stored; None if that is not known, or all of it is raw."""
     history = found.history
     if found.newest is None or not history or found.newest.codecs.keys() <= {"raw"}:
         return None
@@ -226,7 +226,7 @@ def kinds(found: Records) -> Element | None:
 
 
 def steps(found: Records) -> Element:
-    """Every one, folded away."""
+    """Returns the section of all committed steps, folded away."""
     if not found.steps:
         return section("Steps", tag("p", "None is committed."))
     with_metrics = any(step.metrics for step in found.steps)

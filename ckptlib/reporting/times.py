@@ -1,7 +1,7 @@
-"""What each save took, from the accounts that manifests carry and from when they were put. Pure; seconds.
+"""Works out what each save took, from the accounts that manifests carry and from when these were put. Pure; seconds.
 
-An account has the latest few snapshots of its start. So two of its marks are neighbours, with no snapshot in between,
-unless the first of them is the start itself and there were more snapshots than it has. Steps that retention has
+An account has the latest few snapshots of its start. So two successive marks of it have no snapshot in between, unless
+the first of them is the start itself and there were more snapshots than the account has. Steps that retention has
 dropped are in the accounts of those that stayed.
 """
 
@@ -17,22 +17,23 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.reporting.records import Times
 
 CLOCKS_S = 5.0
-"""By which the clocks of a rank and of a store may differ."""
+"""How much the clocks of a rank and of a store may differ."""
 
 
 @dataclass(slots=True)
 class Course:
-    """How far the time of one start had come at what is known of it."""
+    """The known marks of one start: how its time was spent up to them."""
 
     marks: set[Mark] = field(default_factory=set)
     snapshots: dict[int, Mark] = field(default_factory=dict)
-    """By step: when its snapshot began; of several, the latest."""
+    """The mark at which each step's snapshot began, by step; if there are several, the latest."""
     before: dict[Mark, Mark] = field(default_factory=dict)
-    """Of each the neighbour before it, where that is known."""
+    """The mark right before each mark, if that is known."""
     after: dict[Mark, Mark] = field(default_factory=dict)
+    """The mark right after each mark, if that is known."""
 
     def add(self, account: Account) -> None:
-        """Takes in what an account tells."""
+        """Adds the marks of an account."""
         self.marks.update(account.marks)
         inner = account.marks[1:-1]
         for mark in inner:
@@ -45,12 +46,12 @@ class Course:
 
 @dataclass(slots=True)
 class Marks:
-    """Of all starts."""
+    """The known marks of all starts."""
 
     _of: dict[GenerationId, Course] = field(default_factory=dict)
 
     def add(self, generation: GenerationId, account: Account | None) -> None:
-        """Takes in what an account of this start tells."""
+        """Adds the marks of an account of this start."""
         if account is not None:
             self._of.setdefault(generation, Course()).add(account)
 
@@ -58,12 +59,12 @@ class Marks:
         return self._of.get(generation, Course())
 
     def of(self, generation: GenerationId) -> tuple[Mark, ...]:
-        """All that are known, ascending."""
+        """Returns all known marks of this start, ascending."""
         return tuple(sorted(self.course(generation).marks))
 
 
 def marks_of(accounts: Mapping[GenerationId, Account], manifests: Iterable[Manifest]) -> Marks:
-    """Of the starts that left accounts, and of what manifests tell of theirs."""
+    """Returns the marks of all starts, from these accounts and from those in manifests."""
     marks = Marks()
     for generation, account in accounts.items():
         marks.add(generation, account)
@@ -79,9 +80,10 @@ def times_of(
     deadline_s: float,
     in_memory: Collection[GenerationId] = (),
 ) -> dict[SaveId, Times]:
-    """Of each save. `put_at`: when its manifest was put, by the store's clock. `deadline_s`: the root's for a save.
+    """Returns the times of each save. `put_at`: when its manifest was put, by the store's clock. `deadline_s`: the
+    root's deadline for a save.
 
-    `in_memory`: starts with snapshots in memory, which leave marks as well: their saves are told by the manifests.
+    `in_memory`: starts with snapshots in memory. These leave marks as well, so the manifests tell which were saves.
     """
     found: dict[SaveId, Times] = {}
     last: dict[GenerationId, Mark] = {}
@@ -109,6 +111,6 @@ def _seconds(mark: Mark) -> float:
 
 
 def persisted(seconds: float, deadline_s: float) -> float | None:
-    """From a snapshot until its manifest was put; None for times that no commit can have: the root was copied, or
-    clocks differ."""
+    """Returns the time from a snapshot until its manifest was put; None if no commit can take that long: the root was
+    copied, or clocks differ."""
     return max(seconds, 0.0) if -CLOCKS_S <= seconds <= deadline_s + CLOCKS_S else None

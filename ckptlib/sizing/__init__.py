@@ -1,1 +1,1 @@
-"""What checkpoints will take, before the first one is saved: bytes, memory, time and requests. Pure arithmetic."""
+"""Estimates what checkpoints will take before the first is saved: bytes, memory, time, requests. Pure arithmetic."""

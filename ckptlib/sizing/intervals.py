@@ -6,7 +6,7 @@ import math
 
 
 def young(stall_s: float, mtbf_s: float) -> float:
-    """The interval that loses least, for saves that stall training so long and are durable at once.
+    """Returns the interval that loses least, for saves that stall training for `stall_s` and are durable at once.
 
     Young, A first order approximation to the optimum checkpoint interval (CACM 1974).
     """
@@ -14,12 +14,12 @@ def young(stall_s: float, mtbf_s: float) -> float:
 
 
 def by_budget(stall_s: float, at_most: float) -> float:
-    """The shortest interval in which saves stall training by no more than this share."""
+    """Returns the shortest interval at which saves stall training for no more than this share of the time."""
     return stall_s / at_most
 
 
 def ettr(interval_s: float, stall_s: float, persist_s: float, restart_s: float, mtbf_s: float) -> float:
-    """The share of time that trains steps which count, of a job that saves so often.
+    """Returns the share of time spent training steps that count, of a job that saves every `interval_s`.
 
     (1 - (u0 + T_f + dt/2) / MTBF) / (1 + w/dt): a failure costs the restart, half an interval on average, and the time
     in which the newest save was still being written. Kokolis et al. (HPCA 2025).

@@ -14,7 +14,7 @@ class Precision:
     master: int
     """A second copy of the weights, which the optimizer updates; 0: there is none."""
     moments: int
-    """Each of those that the optimizer keeps."""
+    """One of the numbers that the optimizer keeps for each parameter."""
 
 
 PRECISIONS = {
@@ -28,7 +28,7 @@ MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter."""
 
 NO_OPTIMIZER = "none"
-"""Weights alone are saved."""
+"""In place of an optimizer: only weights are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,18 @@ class PerParameter:
 
     @property
     def in_training(self) -> int:
-        """Without activations."""
+        """Bytes in training, without activations."""
         return self.weights + self.gradients + self.master + self.moments
 
     @property
     def in_checkpoint(self) -> int:
-        """Gradients are made anew in each step, and not saved."""
+        """Bytes in a checkpoint: all but gradients, which each step computes anew."""
         return self.in_training - self.gradients
 
 
 def per_parameter(precision: str, optimizer: str) -> PerParameter:
-    """`precision`: of PRECISIONS. `optimizer`: of MOMENTS, or NO_OPTIMIZER."""
+    """Returns the bytes per parameter. `precision`: a key of PRECISIONS. `optimizer`: one of MOMENTS, or
+    NO_OPTIMIZER."""
     found = PRECISIONS[precision]
     if optimizer == NO_OPTIMIZER:
         return PerParameter(found.weights, 0, 0, 0)

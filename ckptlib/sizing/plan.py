@@ -1,4 +1,4 @@
-"""The plan of a run's checkpoints: what is asked, and what follows. Pure; bytes and seconds."""
+"""The plan of a run's checkpoints: the question, and what follows from it. Pure; bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ckptlib.sizing.storage import DOLLARS_PER_PUT, Storage, num_requests, stora
 
 SLOTS = 2
 SLOTS_WITH_PEERS = 3
-"""For each of the snapshots that a rank keeps: its own, and its replicas of others."""
+"""Slots in memory for each rank whose snapshots a rank keeps: itself, and those that it has replicas of."""
 USUAL_INTERVAL_S = 1800.0
-"""Where nothing tells a better one."""
+"""The interval if the mean time between failures is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The state that is to be saved."""
+    """The state to be saved."""
 
     nbytes: float
-    """Of one checkpoint."""
+    """Bytes of one checkpoint."""
     num_ranks: int
     params: float | None = None
     each: PerParameter | None = None
     nbytes_changed: float | None = None
-    """Bytes that a save after the first writes, in the mean, where that was measured."""
+    """Mean bytes that a save after the first writes, if that was measured."""
 
     @property
     def rank_nbytes(self) -> float:
@@ -34,7 +34,7 @@ class Subject:
 
     @property
     def training_nbytes(self) -> float | None:
-        """Of one rank, without activations."""
+        """Bytes of one rank in training, without activations."""
         if self.params is None or self.each is None:
             return None
         return self.params * self.each.in_training / self.num_ranks
@@ -42,7 +42,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The run and its machines; None: not known."""
+    """The run and its machines; None where a fact is not known."""
 
     ranks_per_host: int
     copies: int
@@ -62,23 +62,23 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows."""
+    """The plan that follows from a question."""
 
     subject: Subject
     question: Question
     stall_s: float
-    """Training waits so long for a save."""
+    """Seconds that training waits for a save."""
     persist_s: float | None
-    """From then until the save is in the store."""
+    """Seconds from then until the save is in the store."""
 
     @property
     def num_slots(self) -> int:
-        """Of one rank: snapshots in its host's memory."""
+        """The slots of one rank, each for a snapshot in its host's memory."""
         return SLOTS_WITH_PEERS * (1 + self.question.copies) if self.question.copies else SLOTS
 
     @property
     def host_nbytes(self) -> float:
-        """Of all slots on a host."""
+        """Bytes of all slots on a host."""
         return self.num_slots * self.subject.rank_nbytes * min(self.question.ranks_per_host, self.subject.num_ranks)
 
     @property
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def device_spare_nbytes(self) -> float | None:
-        """Left of a rank's device beside weights, gradients, optimizer state and activations; may be negative."""
+        """Bytes left on a rank's device beside weights, gradients, optimizer state and activations; may be negative."""
         room, trained, model = self.question.device_memory, self.subject.training_nbytes, self.question.model
         if room is None or trained is None:
             return None
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def intervals(self) -> dict[str, float]:
-        """By reason: `budget`, and, where they are known, `persist` and `young`."""
+        """The intervals by reason: `budget`, and, if they are known, `persist` and `young`."""
         mtbf, found = self.question.mtbf, {"budget": by_budget(self.stall_s, self.question.at_most)}
         if self.persist_s is not None:
             found["persist"] = self.persist_s
@@ -111,7 +111,8 @@ class Plan:
 
     @property
     def interval(self) -> float:
-        """As asked; else as failures advise, within the budget, and never shorter than a save takes."""
+        """The interval: as asked for; else the best one for the failures, but within the budget, and never shorter than
+        a save takes."""
         found = self.intervals
         return self.question.every or max(
             found["budget"], found.get("persist", 0.0), found.get("young", USUAL_INTERVAL_S)
@@ -129,16 +130,16 @@ class Plan:
 
     @property
     def num_requests(self) -> int:
-        """Of one checkpoint, at most."""
+        """The most requests of one checkpoint."""
         return num_requests(self.subject.nbytes, self.subject.num_ranks)
 
     @property
     def dollars(self) -> float:
-        """Of one checkpoint's requests, at most."""
+        """The most that one checkpoint's requests cost."""
         return self.num_requests * DOLLARS_PER_PUT
 
     def document(self) -> dict[str, object]:
-        """For JSON."""
+        """Returns the plan for JSON."""
         subject, model = self.subject, self.question.model
         return {
             "params": subject.params,

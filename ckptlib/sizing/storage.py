@@ -1,4 +1,4 @@
-"""What a run's checkpoints take in a store: bytes, requests, dollars. Pure."""
+"""The bytes, requests and dollars that a run's checkpoints take in a store. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ckptlib.stores.parts import part_nbytes
 
 MOST_PARTS = 10_000
 DOLLARS_PER_PUT = 0.005 / 1000
-"""Of S3 Standard in us-east-1, as of November 2026; a LIST costs the same, a DELETE nothing."""
+"""The price of S3 Standard in us-east-1, as of November 2026; a LIST costs the same, a DELETE nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Over some time."""
+    """What a run's checkpoints take in a store over some time."""
 
     num_saves: int
     num_kept: int
@@ -25,7 +25,8 @@ class Storage:
 def storage(
     nbytes: float, interval_s: float, period_s: float, keep: int, nbytes_changed: float | None = None
 ) -> Storage:
-    """`nbytes`: of a checkpoint. `keep`: how many stay. `nbytes_changed`: what a save writes after the first."""
+    """Returns what checkpoints take over `period_s`. `nbytes`: bytes of one. `keep`: how many stay. `nbytes_changed`:
+    bytes that a save after the first writes; None: all."""
     num_saves = int(period_s // interval_s)
     kept = min(keep, num_saves)
     changed = nbytes if nbytes_changed is None else nbytes_changed
@@ -39,12 +40,12 @@ def storage(
 
 
 def num_puts(nbytes: int) -> int:
-    """Requests that put one object to S3: one, or its parts and the two that begin and complete it."""
+    """Returns the requests that put one object to S3: one, or one for each part and two to begin and complete it."""
     if nbytes < PART_NBYTES:
         return 1
     return -(-nbytes // part_nbytes(nbytes, PART_NBYTES, LARGE_PART_NBYTES, EVEN_PARTS, MOST_PARTS - 1)) + 2
 
 
 def num_requests(nbytes: float, num_ranks: int) -> int:
-    """The most that one checkpoint takes: a rank's pack, its part, its listings; and rank 0's commit."""
+    """Returns the most requests of one checkpoint: each rank's pack, part and listings, and rank 0's commit."""
     return num_ranks * (num_puts(int(nbytes / num_ranks)) + 2) + 12

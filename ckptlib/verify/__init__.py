@@ -1,4 +1,4 @@
-"""Whether what is in a root is whole: every byte against the digests that were taken when it was saved. No torch."""
+"""Verifies a root: compares every byte with the digests that were taken when it was saved. No torch."""
 
 from ckptlib.verify.root import verify_root, verify_save
 from ckptlib.verify.shared_chunks import SharedChunks

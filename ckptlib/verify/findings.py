@@ -1,4 +1,4 @@
-"""What may be wrong with a root, as `ckptlib.verify.root` tells it."""
+"""The findings that `ckptlib.verify.root` reports: what is wrong with a root."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckptlib.format.keys import SaveId
 T = TypeVar("T")
 
 Damage = Literal["missing", "altered", "malformed", "incomplete", "unreadable", "newer"]
-"""No such object; bytes that do not match their digest; an object that is not what it should be; elements that nobody
-holds, or that two hold differently; the store failed to give it; whole, but written by a newer ckptlib, so that nothing
-is known of what it says."""
+"""The kinds of damage, in this order: there is no such object; its bytes do not match their digest; it is not what it
+should be; no part holds some elements, or two hold them differently; the store failed to return it; it is whole, but
+was written by a newer ckptlib, so that its content is not understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,18 @@ class Finding:
 
     damage: Damage
     key: str
-    """The object in which it is."""
+    """The damaged object."""
     message: str
     save: SaveId | None = None
-    """The step that is hurt; None: the root as a whole."""
+    """The step that is damaged; None: the root as a whole."""
     rank: int | None = None
-    """Whose part or pack it is."""
+    """The rank whose part or pack it is."""
     shards: tuple[tuple[str, Box], ...] = ()
-    """The tensors that are hurt, each with its box in global coordinates."""
+    """The tensors that are damaged, each with its box in global coordinates."""
     offset: int | None = None
-    """First damaged byte of the object, where that is known to the chunk."""
+    """The object's first damaged byte, if the damaged chunks are known."""
     nbytes: int | None = None
-    """From there to the end of the last damaged chunk."""
+    """Bytes from there to the end of the last damaged chunk."""
 
 
 def damage_of(error: CkptError) -> Damage:
@@ -61,7 +61,7 @@ def finding_of(error: CkptError, key: str, save: SaveId | None, rank: int | None
 
 
 def attempt(call: Callable[[], T]) -> T | CkptError:
-    """Its result, or the error that is to be a finding."""
+    """Calls `call`; returns its result, or the error that is to be a finding."""
     try:
         return call()
     except (CheckpointNotFound, CorruptData, FormatError, StoreError) as error:

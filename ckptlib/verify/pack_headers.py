@@ -1,7 +1,7 @@
-"""The safetensors headers of packs, judged by the rows of their parts. Pure; `writer.packs` is what writes them.
+"""Checks the safetensors headers of packs against the rows of their parts. Pure; `writer.packs` writes them.
 
-No load reads a header. It is for everybody else who opens a pack, and a header that is not what its part says tells of
-an altered object.
+No load reads a header. It is for other programs that open a pack, and a header that differs from what its part says
+shows that the object was altered.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ckptlib.format.tagged_values import brief
 from ckptlib.format.values import Json, loads
 
 MAX_HEAD_BYTES = 100_000_000
-"""What safetensors' own reader takes."""
+"""The largest header that safetensors' own reader accepts."""
 
 
 _TOLD = frozenset(["dtypes", "boxes", "codecs"])
-"""Metadata that are JSON objects by entry, of entries that do not tell it themselves."""
+"""Metadata that are JSON objects with a key for each entry that does not tell the fact itself."""
 
 _EARLY = frozenset(["ckptlib", "save", "rank", "layout", "dtypes"])
-"""All metadata of packs that were written before there were boxes."""
+"""All metadata of packs that were written before `boxes` existed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class HeadEntry:
     """One entry of a header."""
 
     dtype: str
-    """safetensors' word for it."""
+    """The name that safetensors has for it."""
     shape: tuple[int, ...]
     start: int
     """First byte in the object."""
@@ -45,7 +45,7 @@ class HeadEntry:
 
 
 def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, str], dict[str, HeadEntry]]:
-    """Metadata, and entries by name, of one of a part's packs."""
+    """Returns the metadata, and the entries by name, that a part's pack should have. `number`: the pack's position."""
     table = part.table
     entries: dict[str, HeadEntry] = {}
     foreign: dict[str, str] = {}
@@ -87,7 +87,7 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
 
 
 def _name(entry: TensorEntry, box: Box, element: int) -> str:
-    """<tensor>@<flat index in the whole tensor of the box's element>."""
+    """Returns <tensor>@<flat index in the whole tensor of the box's element>."""
     if not box.shape:
         return f"{entry.name}@0"
     index = np.unravel_index(element, box.shape)
@@ -101,7 +101,7 @@ def check_head(
     """Raises FormatError unless `head`, the first bytes of an object of `nbytes`, is the safetensors header of exactly
     these entries, with slack in all gaps between them.
 
-    Metadata that is not asked for is allowed, but for dtypes and boxes. Packs of early versions have no boxes.
+    Further metadata is allowed, except dtypes, boxes and codecs. Packs of early versions have no boxes.
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > len(head) - 8:
@@ -124,7 +124,7 @@ def _loads(data: bytes, what: str) -> Json:
 def _check_metadata(found: Json, wanted: Mapping[str, str], where: str) -> None:
     if not isinstance(found, dict):
         raise FormatError(f"{where}: the header has no __metadata__")
-    early = found.keys() <= _EARLY  # a pack with words of later versions, and no boxes, has lost them
+    early = found.keys() <= _EARLY  # a pack that has metadata of later versions, but no boxes, has lost them
     for name in {*wanted, *(_TOLD & found.keys())} - ({"boxes"} if early else set()):
         got, expected = found.get(name), wanted.get(name)
         if name in _TOLD and isinstance(got, str) and expected is not None:  # order and spaces are free
@@ -150,7 +150,7 @@ def _rows(found: Mapping[str, Json], base: int, where: str) -> Iterator[tuple[st
 def _check_entries(
     found: Mapping[str, HeadEntry], start: int, nbytes: int, wanted: Mapping[str, HeadEntry], where: str
 ) -> None:
-    """That they are those wanted and slack, and follow one another from `start` to `nbytes`."""
+    """Checks that the entries are those wanted and slack, and follow one another from `start` to `nbytes`."""
     num_slack = 0
     for name, row in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
         if row.start != start:

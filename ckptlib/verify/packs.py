@@ -1,4 +1,4 @@
-"""Reads all packs of a step, and tells what is not as their parts say: headers, and chunks by digests. No torch."""
+"""Reads all packs of a step, and reports headers and chunks that are not as their parts say. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _PackRead:
-    """One pack that is to be read: what its part says of it."""
+    """One pack to be read, as its part describes it."""
 
     part: Part
     number: int
@@ -49,16 +49,16 @@ class _PackRead:
 
     @property
     def nbytes(self) -> int:
-        """Of the object, by the part."""
+        """The size of the object, by the part."""
         return self.part.packs[self.number].nbytes
 
     @property
     def is_own(self) -> bool:
-        """Whether it was put for this save."""
+        """Whether the pack was put for this save."""
         return keys.pack_save(self.key) == self.part.save
 
     def shards(self, chunks: Iterable[int]) -> tuple[tuple[str, Box], ...]:
-        """Those that lie in the chunks; each once."""
+        """Returns the name and box of each shard that lies in these chunks, once."""
         table = self.part.table
         found = dict.fromkeys(shard for chunk in chunks for shard in table.shards_in(chunk))
         return tuple((self.layout.tensors[table.tensors[shard]].name, table.boxes[shard]) for shard in found)
@@ -66,7 +66,7 @@ class _PackRead:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One request: chunks that follow one another in a pack, or (with none) its header."""
+    """One request: chunks that follow one another in a pack; without chunks, its header."""
 
     pack: _PackRead
     chunks: tuple[int, ...]
@@ -76,7 +76,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Bad:
-    """What became of a run that is not as it should be."""
+    """A chunk or header that is not as it should be."""
 
     damage: Damage
     chunk: int | None
@@ -94,8 +94,10 @@ def verify_packs(
     advance: Advance,
     shared: SharedChunks | None,
 ) -> Iterator[Finding]:
-    """`expect` is told once how many bytes will be read, of which `advance` is told as they are done. What is known of
-    `shared` is not read."""
+    """Reads all packs of these parts, and yields what is wrong. Chunks that `shared` knows to be good are not read.
+
+    `expect`: called once with the number of bytes that will be read. `advance`: called with bytes as they are done.
+    """
     owners = {keys.pack_save(pack.key) for part in parts for pack in part.packs}
     prefixes = [owner.packs_prefix for owner in owners if owner is not None]
     sizes = {entry.key: entry.nbytes for listed in executor.map(catalog.store.scan, prefixes) for entry in listed}
@@ -135,7 +137,7 @@ def _packs(parts: Iterable[Part], layouts: Mapping[str, Layout]) -> Iterator[_Pa
 def _runs(
     packs: Iterable[_PackRead], sizes: Mapping[str, int], shared: SharedChunks | None, lost: list[Finding]
 ) -> Iterator[_Run]:
-    """What is to be read of the packs that are there; `lost` takes what is known without reading."""
+    """Yields the runs to read of the packs that are there; adds to `lost` findings that need no reading."""
     for pack in packs:
         size, table = sizes.get(pack.key), pack.part.table
         readable = [c for c in pack.chunks if table.offsets[c] + pack.part.stored[c] <= (size or 0)]
@@ -143,13 +145,13 @@ def _runs(
             lost.append(_wrong_size(pack, size, set(readable)))
         if size is None:
             continue
-        if size == pack.nbytes and pack.is_own:  # of another save's, its own part tells what the header is to say
+        if size == pack.nbytes and pack.is_own:  # the header of another save's pack follows that save's part
             yield _Run(pack, (), 0, min((table.offsets[c] for c in readable), default=size))
         yield from _data_runs(pack, readable if shared is None else shared.unknown(pack.part, pack.key, readable))
 
 
 def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
-    """Cut so that a run is longer than RUN_BYTES only where one chunk is, and that gaps are small."""
+    """Cuts chunks into runs with small gaps, of about RUN_BYTES, or one larger chunk."""
     offsets, stored = pack.part.table.offsets, pack.part.stored
     run: list[int] = []
     start = end = 0
@@ -161,7 +163,7 @@ def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
         if not run:
             start = offsets[chunk]
         run.append(chunk)
-        end = max(end, stop)  # chunks overlap only where somebody meant harm
+        end = max(end, stop)  # chunks overlap only in a forged part
     if run:
         yield _Run(pack, tuple(run), start, end)
 
@@ -177,7 +179,7 @@ def _wrong_size(pack: _PackRead, size: int | None, readable: set[int]) -> Findin
 
 
 def _read_run(catalog: Catalog, run: _Run, again: bool = False) -> list[_Bad]:
-    """What is wrong with it. Where the store gives the whole of it not, each chunk is asked for alone."""
+    """Reads a run, and returns what is wrong with it. If the store fails to return it, reads each chunk alone."""
     if not run.chunks:
         problem = attempt(lambda: _read_head(catalog, run))
         return [] if problem is None else [_Bad(damage_of(problem), None, str(problem))]
@@ -195,7 +197,7 @@ def _read_run(catalog: Catalog, run: _Run, again: bool = False) -> list[_Bad]:
         bad = _problem(catalog, part, c, buffer[at : at + part.stored[c]])
         if bad is not None:
             found.append(bad)
-    if found and not again and not catalog.store.is_local:  # the network may have altered it
+    if found and not again and not catalog.store.is_local:  # read again, since the network may have altered it
         chunks = [bad.chunk for bad in found if bad.chunk is not None]
         return [bad for c in chunks for bad in _read_run(catalog, _alone(run.pack, c), again=True)]
     return found
@@ -207,7 +209,7 @@ def _alone(pack: _PackRead, chunk: int) -> _Run:
 
 
 def _problem(catalog: Catalog, part: Part, chunk: int, data: memoryview) -> _Bad | None:
-    """What is wrong with a chunk, of which `data` was read."""
+    """Returns what is wrong with a chunk whose stored bytes are `data`; None if nothing."""
     if chunk in part.codings:
         out = _buffer("decoded", part.table.nbytes[chunk])
         try:
@@ -222,7 +224,7 @@ def _problem(catalog: Catalog, part: Part, chunk: int, data: memoryview) -> _Bad
 
 
 def _check_bound(coding: Coding, frame: memoryview) -> None:
-    """Raises FormatError where a frame and its part do not say the same of what was rounded: no digest covers it."""
+    """Raises FormatError if a frame and its part give different bounds of rounding, which no digest covers."""
     told = None if coding.loss is None else (coding.loss.absolute, coding.loss.relative)
     found = registry.bound(coding.codec, frame)
     if found != told:
@@ -246,7 +248,7 @@ def _read_head(catalog: Catalog, run: _Run) -> None:
 
 
 def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterator[Finding]:
-    """Damaged chunks of one shard are one finding, and so are the shards that share one."""
+    """Yields a pack's findings: one for all damaged chunks of a shard, and one for shards that share a chunk."""
     by_shards: defaultdict[tuple[tuple[tuple[str, Box], ...], Damage], list[_Bad]] = defaultdict(list)
     for one in bad:
         if one.chunk is None:
@@ -269,7 +271,7 @@ _local = threading.local()
 
 
 def _buffer(use: str, nbytes: int) -> memoryview:
-    """This thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
+    """Returns this thread's buffer for a use. It is reused, since fresh memory costs more than the read."""
     held: np.ndarray | None = getattr(_local, use, None)
     if held is None or held.nbytes < nbytes:
         held = np.empty(nbytes, dtype=np.uint8)

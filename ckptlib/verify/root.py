@@ -1,8 +1,8 @@
-"""Reads a root the way a load would, but all of it, and tells what is damaged. Repairs nothing. No torch.
+"""Reads all of a root, the way a load would, and reports what is damaged. Repairs nothing. No torch.
 
-Every chunk is read and compared with its digest; every document with its own, and with the others: the manifest with
-the parts it was derived from, each pack's safetensors header with the rows of its part, although no load reads it.
-What fills the gaps between chunks is nobody's data and is not compared with anything.
+Every chunk is read and compared with its digest. Every document is compared with its own digest, and with others: the
+manifest with the parts it was derived from, and each pack's safetensors header, which no load reads, with the rows of
+its part. The gaps between chunks hold no data, and are not checked.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from ckptlib.verify.packs import Advance, verify_packs
 from ckptlib.verify.shared_chunks import SharedChunks
 
 MAX_REGIONS = 100
-"""Of a tensor, in which the same two ranks differ, that are told."""
+"""The most regions of a tensor that are reported for the same two ranks."""
 
 
 def verify_root(catalog: Catalog) -> Iterator[Finding]:
-    """What is wrong with the documents that all steps share: the root itself and the generations.
+    """Yields what is wrong with the documents that all steps share: the root's own and those of the generations.
 
-    Raises StoreError when the store cannot be listed.
+    Raises StoreError if the store cannot be listed.
     """
     root = attempt(catalog.root)
     if isinstance(root, CheckpointNotFound):
@@ -55,7 +55,7 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         yield finding_of(root, keys.ROOT, None)
     else:
         yield from _both(catalog, keys.ROOT, None)
-    wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
+    wanted = {save.generation for save in catalog.saves()}  # first: a committer has put its record before
     ids = catalog.generation_ids()
     for generation, record, altered in each(partial(_read_generation, catalog), ids):
         if isinstance(record, CkptError):
@@ -75,7 +75,7 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
 def _read_generation(
     catalog: Catalog, generation: GenerationId
 ) -> tuple[GenerationId, Generation | CkptError, list[Finding]]:
-    """Its record or what is wrong with it; and what is wrong with one that can be read."""
+    """Returns the generation's record, or why it cannot be read; and what is wrong with it or its copy if it can."""
     record = attempt(partial(catalog.generation, generation))
     altered = [] if isinstance(record, CkptError) else [*_both(catalog, generation.key, None)]
     return generation, record, altered
@@ -88,14 +88,14 @@ def verify_save(
     expect: Advance = lambda nbytes: None,
     shared: SharedChunks | None = None,
 ) -> Iterator[Finding]:
-    """What is wrong with a committed step.
+    """Yields what is wrong with a committed step.
 
-    `advance` is told of bytes of packs as they are done; `expect`, once and before that, of their sum. `shared`: what
-    was read of the same packs for steps before this one; of those, only what was not good is read again.
+    `expect`: called once, before `advance`, with the bytes of packs to read. `advance`: called with bytes as they are
+    done. `shared`: the chunks read for earlier steps; those that were good are not read again.
 
-    The memory it takes is that of the step's tables, and RUN_BYTES for each of THREADS requests. Raises
-    CheckpointNotFound where there is no such step, StoreError when the store cannot be listed. A step that was dropped
-    as it was read has lost objects, and is not damaged: CheckpointNotFound follows what was found.
+    Needs memory for the step's tables, and RUN_BYTES for each of THREADS requests. Raises CheckpointNotFound if there
+    is no such step, StoreError if the store cannot be listed. A step that was dropped while it was read has lost
+    objects, but is not damaged: CheckpointNotFound follows its findings.
     """
     try:
         manifest = catalog.manifest(save)
@@ -141,9 +141,9 @@ def _verify(
 
 
 def _both(catalog: Catalog, key: str, save: SaveId | None) -> Iterator[Finding]:
-    """What is wrong with one of a document and its copy, where the other could be read.
+    """Yields what is wrong with a document or its copy, if the other could be read.
 
-    Roots of earlier versions have no copies.
+    Roots of earlier versions have no copies, so a missing copy is no finding.
     """
     copy = keys.copy_key(key)
     first, second = (attempt(partial(catalog.shared.document_at, key, at)) for at in (key, copy))
@@ -160,7 +160,7 @@ def _both(catalog: Catalog, key: str, save: SaveId | None) -> Iterator[Finding]:
 
 
 def _version_of(catalog: Catalog, key: str, save: SaveId | None) -> list[Finding]:
-    """What is wrong with the version in a document that can be read."""
+    """Returns what is wrong with the version in a document that can be read."""
     data = attempt(partial(catalog.store.get, key))
     return _altered_version(data, key, save) if isinstance(data, bytes) else []
 
@@ -175,9 +175,10 @@ def _altered_version(data: bytes, key: str, save: SaveId | None, rank: int | Non
 def _read_part(
     catalog: Catalog, manifest: Manifest, layouts: Mapping[str, Layout], name: PartName
 ) -> tuple[PartName, Part | CkptError | None, list[Finding]]:
-    """A part that is sound; what is wrong with it; or None where its layout is damaged, which is another's finding.
+    """Reads a part. Returns it if it is sound, else what is wrong with it; None if its layout is damaged, which is
+    another finding.
 
-    And what is wrong with one that is sound.
+    Also returns findings that leave the part sound, which are about its version.
     """
     read = partial(catalog.store.get, name.key)
     found = attempt(lambda: decoded(catalog.store, read, lambda data: (data, Part.decode(name, data))))
@@ -195,18 +196,18 @@ def _read_part(
 
 
 def _check_values(part: Part, name: PartName) -> None:
-    """Raises FormatError for one that a load would refuse."""
+    """Raises FormatError if the part has a value that a load would refuse."""
     for path, value in (*part.values.items(), *part.metrics.items()):
         try:
             values.decode(value, path)
         except FormatError as error:
             raise FormatError(f"{name.key}: {error}") from None
         except ImportError:
-            continue  # a value of torch's, which is not here
+            continue  # a value of torch, which is not installed
 
 
 def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Finding]:
-    """A manifest is derived from its parts, so it can be derived again."""
+    """Yields what differs between a manifest and its parts, from which it was derived."""
     layouts = ranks_by_layout((part.table.layout, part.rank) for part in parts)
     users: dict[PackSet, frozenset[int]] = {}
     for part in parts:
@@ -233,7 +234,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
 def _check_cover(
     manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: ShardComparer
 ) -> Iterator[Finding]:
-    """Whether the parts hold every element once, or more than once but alike: what the commit proved."""
+    """Checks what the commit proved: the parts hold every element once, or more than once with the same value."""
     save, key = manifest.save, manifest.save.manifest_key
     proof = Proof()
     for part in parts:
@@ -262,7 +263,7 @@ def _check_cover(
         name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
         if told[name, doubt.ranks] == MAX_REGIONS:
             continue
-        # what is unreadable is another's finding
+        # an unreadable chunk is another finding
         if attempt(partial(contents.settles, doubt, shares.__getitem__)) is False:
             told[name, doubt.ranks] += 1
             message = f"{name}{region}: ranks {first} and {second} saved different bytes for it"

@@ -1,7 +1,7 @@
-"""Chunks that several steps need, and that were read and found good: so that a whole root is read once. No torch.
+"""Remembers good chunks that several steps need, so that they are read once when a whole root is verified. No torch.
 
-Only good ones are remembered: a damaged chunk is read again, and told, for each step that needs it. A chunk is known by
-all that its verdict depends on: where its bytes lie, what they are a frame of, and the digest that they must have.
+A damaged chunk is read again, and reported, for each step that needs it. A chunk is identified by all that its verdict
+depends on: where its bytes lie, how they are encoded, and the digest that they must have.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from ckptlib.format.keys import PackSet, SaveId, pack_set
 from ckptlib.format.part import Part
 
 MAX_CHUNKS = 16_000_000
-"""That are remembered, 8 bytes each; what is beyond that is read again."""
+"""The most chunks that are remembered, at 8 bytes each; further ones are read again."""
 
 
 class SharedChunks:
-    """Of the steps of a root, which are verified one after the other. Used by one thread."""
+    """The good chunks of a root's steps, which are verified one after the other. Used by one thread."""
 
     def __init__(self, catalog: Catalog, saves: Sequence[SaveId]) -> None:
         """`saves`: in the order in which they will be verified. Reads their manifests, unless the catalog has them."""
         self._last: dict[PackSet, SaveId] = {}
-        """By set of packs that several need: the last one to need it."""
+        """For each set of packs that several steps need, the last of them."""
         owners: dict[PackSet, SaveId] = {}
         catalog.warm_stands(saves)
         for save in saves:
             try:
                 uses = catalog.stand(save).uses.keys()
             except UNREADABLE:
-                continue  # a finding, in time
+                continue  # a finding when this step is verified
             for of in (PackSet(save), PackSet(save, carried=True), *uses):
                 if of in owners:
                     self._last[of] = save
                 owners[of] = save
         self._known: dict[str, np.ndarray] = {}
-        """By pack: chunks as numbers, ascending."""
+        """The good chunks of each pack, as ascending numbers."""
         self._found: list[tuple[str, np.ndarray]] = []
-        """Of the step that is being verified: not known before its end, so that what is to be read of it is settled."""
+        """Good chunks of the step that is being verified. They become known at its end: until then, what is to be read
+        of the step must not change."""
         self._room = MAX_CHUNKS
 
     def unknown(self, part: Part, pack: str, chunks: Sequence[int]) -> list[int]:
-        """Those of a part's chunks in a pack that must be read."""
+        """Returns those of a part's chunks in a pack that must be read."""
         known = self._known.get(pack)
         if known is None:
             return [*chunks]
@@ -53,12 +54,12 @@ class SharedChunks:
         return [chunk for chunk, unread in zip(chunks, read.tolist(), strict=True) if unread]
 
     def add(self, part: Part, pack: str, chunks: Sequence[int]) -> None:
-        """Chunks of a pack that were read and are good."""
+        """Adds chunks of a pack that were read and are good."""
         if chunks and pack_set(pack) in self._last:
             self._found.append((pack, _numbers(part, chunks)))
 
     def finish(self, save: SaveId) -> None:
-        """A step is done: what is good of it is known from here on, and what no later step needs is forgotten."""
+        """Ends a step: its good chunks become known, and those that no later step needs are forgotten."""
         for pack, numbers in self._found:
             if len(numbers) <= self._room:
                 before = self._known.get(pack, np.empty(0, np.uint64))
@@ -73,7 +74,7 @@ class SharedChunks:
 
 
 def _numbers(part: Part, chunks: Iterable[int]) -> np.ndarray:
-    """Different for chunks that may be judged differently, in one pack."""
+    """Returns a number for each chunk; it differs for chunks of a pack whose verdicts may differ."""
     table = part.table
     return np.array([_number(part, chunk, table.offsets[chunk]) for chunk in chunks], np.uint64)
 
