@@ -1,6 +1,6 @@
-"""What a walk over a state finds, tensor by tensor and value by value.
+"""Collects what a walk over a state finds, tensor by tensor and value by value.
 
-A tensor that is the same object at the same address as in an earlier pass gives the very same leaf.
+A tensor that is the same object at the same address as in an earlier pass gives the same leaf object.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Flat:
     """A whole state, flattened."""
 
     leaves: list[Leaf] = field(default_factory=list)
-    """Not to be changed: the next pass may give the same list."""
+    """Not to be changed: the next pass may return the same list."""
     values: dict[str, Json] = field(default_factory=dict)
     objects: dict[str, Json] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    """By path."""
+    """The optimizers by path."""
     lends: bool = False
     """Whether any leaf is lent; see `Leaf.lent`."""
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied tensors, each with the first one."""
+        """Further names of tied tensors, each with its first name."""
         return {leaf.name: leaf.tied for leaf in self.leaves if leaf.tied is not None}
 
 
 class Part(NamedTuple):
-    """What `add_tensor` takes: an ordinary tensor, or one of those that a tensor of a subclass is made of."""
+    """The arguments of `add_tensor`: an ordinary tensor, or an inner tensor of a subclass."""
 
     tensor: torch.Tensor
     name: str
@@ -67,22 +67,23 @@ class Part(NamedTuple):
 
 
 class Collector:
-    """The findings of one pass over a state, or over a section of it: each name once, a leaf for each tensor."""
+    """Collects the findings of one pass over a state, or over a section of it: each name once, a leaf for each
+    tensor."""
 
     def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
-        """`owners`: by id of tensor."""
+        """`owners`: the optimizer that owns each tensor, by the tensor's id."""
         self.findings = Findings()
         self.flat = Flat()
         self.owners = owners
         self.by_hand: dict[int, Sharded] = {}
-        """By id of the tensor that each of them holds."""
+        """The Sharded that each tensor is in, by the tensor's id."""
         self._inner: list[torch.Tensor] = []
-        """What no leaf keeps: those that subclasses are made of, and DTensors that were made for us. No other tensor of
-        this pass can have the id of one, and be taken for it."""
+        """Tensors that no leaf keeps: inner tensors of subclasses, and DTensors that were made for this pass. Kept here
+        so that no other tensor of this pass can have the id of one, and be taken for it."""
         self._lent = False
-        """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
+        """Whether the next tensors came from a `state_dict()`, which may have made them for this pass."""
         self._made = False
-        """Whether it was made for us, wherever it lies."""
+        """Whether they were made for this pass, wherever they lie."""
         self._memo = memo
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
@@ -102,13 +103,14 @@ class Collector:
         key = None if per_rank else identity(tensor)
         leaf = self._leaf(tensor, name, per_rank, found.seen.get(key))
         if leaf is None:
-            return  # outside of its mesh: no name of it is one here, and it may be gone before another gets its id
+            return  # this rank is outside of its mesh: it has no name here, and another tensor may get its id later
         if key is not None:
             found.seen.setdefault(key, name)
         found.leaves.append(leaf)
 
     def _add_plain_tensor(self, tensor: torch.Tensor, name: str, per_rank: bool) -> None:
-        """As `add_tensor`, with each question asked once: nearly all tensors are such, and there may be thousands."""
+        """Adds an ordinary tensor, asking each question once: nearly all tensors are such, and there may be
+        thousands."""
         self._claim(name)
         known = self._memo.leaves.get(name)
         is_known = known is not None and known.tensor is tensor
@@ -139,7 +141,7 @@ class Collector:
         found.leaves.append(made)
 
     def add_subclass(self, tensor: torch.Tensor, name: str, per_rank: bool) -> Json:
-        """A tensor that is made of others, where it stands by itself. Gives what a tree has in its place."""
+        """Adds a tensor of a subclass that stands by itself. Returns what a tree has in its place."""
         inner = self.take_apart(tensor, name, per_rank)
         for part in inner:
             self.add_tensor(*part)
@@ -149,7 +151,8 @@ class Collector:
         return self.take_apart(tensor, name, per_rank) if is_subclass(tensor) else [Part(tensor, name, per_rank)]
 
     def take_apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[Part]:
-        """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
+        """Returns what a tensor is made of, for `add_tensor`. Asks its kind at each pass: a class may change it at any
+        time."""
         self._claim(name)
         self.findings.joined().param_names.setdefault(id(tensor), name)
         if per_rank:
@@ -188,23 +191,23 @@ class Collector:
         return self._made or (self._lent and owner is None and accelerator.device_of(tensor) is not None)
 
     def add_made(self, tensor: torch.Tensor, name: str, per_rank: bool) -> None:
-        """A tensor that hooks of a module's `state_dict()` made for this pass, and nobody keeps."""
+        """Adds a tensor that hooks of a module's `state_dict()` made for this pass, and that nobody keeps."""
         self._made = True
         self.add_tensor(tensor, name, per_rank)
         self._made = False
 
     def add_value(self, value: object, path: str, depth: int = 0) -> None:
-        """`depth`: levels of the object that it is part of, above it."""
+        """Adds a plain value. `depth`: how many levels of the object that it is part of are above it."""
         self._claim(path)
         self.flat.values[path] = values.encode(value, path, depth)
 
     def add_whole(self, nest: object, path: str) -> None:
-        """A container of the state itself, which is told from the state of an object."""
+        """Adds a container of the state itself whole, which is encoded otherwise than the state of an object."""
         self._claim(path)
         self.flat.values[path] = values.encode_nest(nest, path)
 
     def add_object(self, state: object, path: str, per_rank: bool) -> None:
-        """An object's state: a tree to be rebuilt when it holds tensors, else one value."""
+        """Adds an object's state: a tree to be rebuilt if it holds tensors, else one value."""
         if has_tensor(state):
             self._lent = True
             self.flat.objects[path] = self._tree(state, path, per_rank, 0)
@@ -220,7 +223,7 @@ class Collector:
             return self._tree(node.value, path, True, depth)
         if is_subclass(node):
             tree = self.add_subclass(node, path, per_rank)
-            self.flat.objects.pop(path, None)  # it stands in the tree around it
+            self.flat.objects.pop(path, None)  # it is part of the tree around it
             return tree
         if isinstance(node, (torch.Tensor, Sharded)):
             self.add_tensor(node, path, per_rank)
@@ -260,7 +263,7 @@ _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tup
 
 
 def has_tensor(node: object, depth: int = 0) -> bool:
-    """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
+    """Returns whether a tensor lies anywhere in nested containers; also True for a nesting without end."""
     if type(node) in SCALARS:  # first: a type asks Python whether it is a mapping
         return False
     if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:

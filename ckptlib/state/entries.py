@@ -1,6 +1,7 @@
 """The parameters of an optimizer and what it keeps for them, in columns.
 
-Columns are compared without a frame of Python for each parameter. Knows nothing of hyper-parameters, nor of names.
+Columns are compared without a frame of Python for each parameter. This module knows nothing of hyper-parameters or
+names.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from ckptlib.state.structure import same
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Columns hold the objects themselves, so that no other can have the id of one."""
+    """The parameters and state of an optimizer at one time. Columns hold the objects themselves, so that no other can
+    get the id of one."""
 
     kind: type
-    """Of the optimizer."""
+    """The optimizer's class."""
     sizes: list[int]
-    """Of each group: its parameters."""
+    """The number of parameters in each group."""
     params: list[torch.Tensor]
-    """Of all groups."""
+    """The parameters of all groups."""
     holders: list[object]
-    """Those that have an entry, in the order of the state."""
+    """The parameters that have an entry, in the order of the state."""
     lengths: list[int]
-    """Of each entry."""
+    """The number of values in each entry."""
     keys: list[object]
-    """Of all entries."""
+    """The keys of all entries."""
     values: list[object]
 
     def shows(self, other: Entries) -> bool:
-        """Whether nothing has changed. Keys are compared by value, all else by identity."""
+        """Returns whether nothing has changed. Keys are compared by value, everything else by identity."""
         return (
             self.kind is other.kind
             and self.sizes == other.sizes
@@ -46,7 +48,7 @@ class Entries:
 
 
 def entries_of(optimizer: torch.optim.Optimizer) -> Entries | None:
-    """As they are now; None where the state is made of anything but dicts of their own with keys of text."""
+    """Returns the entries as they are now; None if the state is made of anything but plain dicts with keys of text."""
     groups = [group["params"] for group in optimizer.param_groups]
     state = optimizer.state
     if type(state) not in (dict, defaultdict) or not {*map(type, groups)} <= {list}:

@@ -1,7 +1,7 @@
-"""The findings of one pass over a state: what was found by itself, and sections, which are not looked into again.
+"""The findings of one pass over a state: single ones, and sections, which are not looked into again.
 
-A section that is as it was at the last pass is the very same object. As long as all of them are, and so is what stands
-by itself, nothing is put together anew: 60,000 tensors would take 0.03 s.
+A section that is as it was at the last pass is the same object. As long as all sections and all single leaves are,
+nothing is put together anew: 60,000 tensors would take 0.03 s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ckptlib.state.memo import Found, Trace
 from ckptlib.state.structure import same
 
 MOST_SECTIONS = 64
-"""More are put together: each name is looked for in all of them, and there may be an optimizer for each parameter."""
+"""The most sections that stay apart; more are joined: each name is looked for in all of them, and there may be an
+optimizer for each parameter."""
 
 
 class Findings:
@@ -23,12 +24,12 @@ class Findings:
 
     def __init__(self) -> None:
         self._found = Found()
-        """All that was found, but for the sections."""
+        """Everything that was found except the sections."""
         self._sections: list[Found] = []
-        """In the order in which they were found, behind all else."""
+        """The sections in the order in which they were found, after everything else."""
 
     def joined(self) -> Found:
-        """All of them, in one; to be added to."""
+        """Joins all findings and returns them, to be added to."""
         if self._sections:
             for section in self._sections:
                 self._found.take(section)
@@ -36,7 +37,7 @@ class Findings:
         return self._found
 
     def take(self, section: Found) -> bool:
-        """Adds a section; False where it has a name or a tensor in common with what was found before it."""
+        """Adds a section; returns False if it has a name or a tensor in common with earlier findings."""
         if not self._found.is_apart_from(section):
             return False
         if not same(self._sections, section.beside):
@@ -49,15 +50,15 @@ class Findings:
         return True
 
     def has(self, name: str) -> bool:
-        """Whether it was given out."""
+        """Returns whether a name is taken."""
         return name in self._found.names or any(name in section.names for section in self._sections)
 
     def claim(self, name: str) -> None:
-        """It is given out now."""
+        """Takes a name."""
         self._found.names[name] = None
 
     def names_of(self, tensors: Iterable[torch.Tensor]) -> list[str | None]:
-        """The first name of each; None of those that were not found."""
+        """Returns the first name of each tensor; None for those that were not found."""
         numbers = list(map(id, tensors))
         names = list(map(self._found.param_names.get, numbers))
         for section in self._sections:
@@ -67,9 +68,9 @@ class Findings:
         return names
 
     def own(self) -> Iterator[int]:
-        """The ids of the tensors of which every rank was said to have its own."""
+        """Returns the ids of the tensors that were marked as each rank's own."""
         return chain(self._found.own, *(section.own for section in self._sections))
 
     def trace(self) -> Trace:
-        """Tells by identity whether all leaves are those of another pass."""
+        """Returns what tells, by identity, whether all leaves are those of another pass."""
         return Trace(list(self._found.leaves), list(self._sections))

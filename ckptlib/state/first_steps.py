@@ -1,4 +1,4 @@
-"""Optimizers that are stepped by a look at their state."""
+"""Undoes first steps of optimizers that a look at their state takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Optimizers that this thread has step for the first time inside have no state behind it, as before.
+    """Clears, at the end, the state of optimizers that this thread steps for the first time in the body.
 
     Wrappers made for DCP call torch's get_optimizer_state_dict in `state_dict()`. It makes the state of a new optimizer
     by a step with lr 0 and gradients of zero: weights stay, but Adam counts a step, and its bias correction would be

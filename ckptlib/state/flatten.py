@@ -1,8 +1,8 @@
-"""The state of a training job as a flat list of named tensors and values, and back.
+"""Flattens the state of a training job to a list of named tensors and values.
 
 State is any nesting of dict, list and tuple that holds tensors, plain values, modules, optimizers, generators, and
 objects with `state_dict()` and `load_state_dict()`. `flatten` calls each `state_dict()` once, on the caller's thread,
-but that of a module which would give what it gave before: see `ckptlib.state.structure`.
+except that of a module which would return what it did before: see `ckptlib.state.structure`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ NO_OWNERS: Mapping[int, torch.optim.Optimizer] = {}
 
 @torch.no_grad()
 def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.optim.Optimizer] = NO_OWNERS) -> Flat:
-    """All tensors and values of `state`, on this rank. Reads no tensor's data.
+    """Returns all tensors and values of `state`, on this rank. Reads no tensor's data.
 
-    With the `memo` of an earlier pass, tensors that are still the same objects at the same address give the very same
-    leaves, and if all of them are, the very same list of leaves: a caller can tell by `is` what changed.
+    With the `memo` of an earlier pass, tensors that are still the same objects at the same address give the same leaf
+    objects, and if all of them are, the same list of leaves: a caller can tell by `is` what changed.
 
-    `owners`: by id of a tensor of the state, its only writer, where the state does not have that optimizer itself.
+    `owners`: the only writer of a tensor of the state, by the tensor's id, if the state does not have that optimizer
+    itself.
 
-    Raises UnsupportedState, naming the path, for what cannot be saved.
+    Raises UnsupportedState, naming the path, for anything that cannot be saved.
     """
     memo = Memo() if memo is None else memo
     owned = owned_in(state)
@@ -90,21 +91,21 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
 
 
 SECTION_FROM = 16
-"""So many tensors in a dict are asked about together."""
+"""From this many tensors on, a dict is compared as a section."""
 
 
 class _Walk(Visitor[bool], Collector):
-    """One pass over a state, or over a section of it. Hands down whether every rank has its own."""
+    """One pass over a state, or over a section of it. Hands down to entries whether every rank has its own."""
 
     def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
-        """`owners`: by id of tensor."""
+        """`owners`: the optimizer that owns each tensor, by the tensor's id."""
         Visitor.__init__(self)
         Collector.__init__(self, memo, owners)
         self.sections: set[tuple[str, bool]] = set()
         self.asked = False
-        """Whether a `state_dict()` that gives tensors was called, be it through an object: FSDP2 shards parameters
-        again in it, and frees the memory of whole ones, which may have been found by then. Not that of the random
-        generators, which is in every save and asks no module."""
+        """Whether a `state_dict()` that returns tensors was called, even within an object: FSDP2 shards parameters
+        again in it, and frees the memory of whole ones, which may have been found by then. The random generators' does
+        not count: it is in every save and asks no module."""
 
     @override
     def below_per_rank(self, per_rank: bool) -> bool:
@@ -205,10 +206,10 @@ class _Walk(Visitor[bool], Collector):
             self.add_made(tensor, name, per_rank)
 
     def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> None:
-        """What `add` finds, or what it found at the last pass.
+        """Takes what `add` finds, or what it found at the last pass.
 
-        It is given a walk of its own, so that what it finds can be kept, unless that has something in common with what
-        was found before it.
+        `add` gets a walk of its own, so that what it finds can be kept, unless that has something in common with
+        earlier findings.
         """
         known = self._memo.sections.get(key)
         if known is None or not known.shows(sight):
@@ -218,7 +219,7 @@ class _Walk(Visitor[bool], Collector):
         self._take(key, add)
 
     def _stays(self, key: tuple[str, bool], sight: Fingerprint) -> bool:
-        """Whether a section is the one that was made at this sight, and its tensors lie where they lay."""
+        """Returns whether a section was made of this fingerprint, and its tensors are still where they were."""
         known = self._memo.sections.get(key)
         return known is not None and known.sight is sight and known.shows(sight)
 
@@ -252,7 +253,7 @@ class _Walk(Visitor[bool], Collector):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
         def content(*, tensors: bool) -> Iterator[tuple[str, torch.Tensor, Any, bool]]:
-            """The tensors, or all else."""
+            """Yields the tensors of the state, or everything else."""
             params = (param for group in optimizer.param_groups for param in group["params"])
             for name, param in zip(chain.from_iterable(names), params, strict=True):
                 is_own = per_rank or id(param) in own
@@ -261,7 +262,7 @@ class _Walk(Visitor[bool], Collector):
                         yield state_path(path, name, key), param, value, is_own
 
         taken: dict[str, list[Part]] = {}
-        """By name: what the tensors are made of that are made of others."""
+        """The inner tensors of subclasses in the state, by name."""
 
         def add(walk: _Walk) -> None:
             for name, param, value, is_own in content(tensors=True):
@@ -304,15 +305,15 @@ class _Walk(Visitor[bool], Collector):
             with saying_how(optimizer):
                 for name, param, value, is_own in content(tensors=False):
                     if type(value) not in SCALARS and not is_own and (id(param) in self.by_hand or is_sharded(param)):
-                        # a plain tensor that differs between ranks is a part then, and nothing tells of what
+                        # then a plain tensor that differs between ranks is a part, but nothing tells of what
                         self.owners.update((id(tensor), optimizer) for _, tensor in tensors_in(value, name))
                     self.add_object(value, name, is_own)
-        described["optimizer"] = _describe(optimizer, names)  # now, when state without an end was refused by its name
+        described["optimizer"] = _describe(optimizer, names)  # last: endless state has been refused by its name
 
     def _look_for(
         self, params: Sequence[torch.Tensor], names: list[list[str]], optimizer: torch.optim.Optimizer, path: str
     ) -> None:
-        """Warns where the state has a part of an optimizer's parameters."""
+        """Warns if the state has only a part of an optimizer's parameters."""
         found = self.findings.joined()
         named = zip(chain.from_iterable(names), params, strict=True)
         others = [(name, param) for name, param in named if id(param) not in found.param_names]
@@ -321,12 +322,12 @@ class _Walk(Visitor[bool], Collector):
             warn_of_unsaved(optimizer, others, [module for module, _, _ in self._modules], saved, path)
 
     def _own_params(self) -> set[int]:
-        """By id: the optimizers' parameters of which every rank was said to have its own. Then it has its own of what
-        an optimizer keeps for them, too."""
+        """Returns the ids of optimizers' parameters that are marked as each rank's own. Then what an optimizer keeps
+        for them is each rank's own, too."""
         return {number for number in self.findings.own() if number in self._memo.owners}
 
     def _stands(self, known: KnownOptimizer, entries: Entries | None) -> bool:
-        """Whether the names and tensors of an optimizer are as they were."""
+        """Returns whether the names and tensors of an optimizer are as they were."""
         return (
             entries is not None
             and not self.by_hand
@@ -347,8 +348,8 @@ class _Walk(Visitor[bool], Collector):
 
 
 def _refuse_same_text(node: Mapping[object, object], path: str) -> None:
-    """Raises UnsupportedState for a dict of which two keys have one text, as 1 and "1": what lies below the one would
-    be found below the other."""
+    """Raises UnsupportedState for a dict with two keys of the same text, as 1 and "1": entries below one would be found
+    below the other."""
     if is_nest(node):
         return
     keys: dict[str, object] = {}
@@ -362,7 +363,7 @@ def _refuse_same_text(node: Mapping[object, object], path: str) -> None:
 
 
 def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:
-    """Adds the tensors of a module."""
+    """Returns a function that adds the tensors of a module."""
     names, own = cast(Sequence[Sequence[Any]], sight.names)
 
     def add(walk: _Walk) -> None:
@@ -373,7 +374,7 @@ def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:
 
 
 def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
-    """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
+    """Returns what a layout says of an optimizer: the same on ranks that hold the same."""
     orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
     dtensors = whole_dtensors(optimizer, chain.from_iterable(names))
     described: dict[str, Any] = {"groups": names, "class": type(optimizer).__name__, "keys": orders}

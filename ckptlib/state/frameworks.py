@@ -1,4 +1,4 @@
-"""Objects of other frameworks, told by the names of their classes, so that no framework is imported for it."""
+"""Recognises objects of other frameworks by the names of their classes, so that no framework is imported for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptlib.errors import UnsupportedState
 log = logging.getLogger(__name__)
 
 _WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
-"""By class: the attribute that holds the optimizer it wraps. Such a wrapper never runs `Optimizer.__init__`."""
+"""By class: the attribute that holds the wrapped optimizer. Such a wrapper never runs `Optimizer.__init__`."""
 
 _LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 """The base of DataLoaderShard and DataLoaderDispatcher."""
@@ -30,9 +30,9 @@ _COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS | _NODE_LOADERS
 
 
 def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, str] | None:
-    """The module and name of an object's class, or of the nearest of its bases, that is known by them.
+    """Returns the module and name of an object's class, or of its nearest base, that is in `known`.
 
-    By `type`: a wrapper may say that its class is that of the object in it.
+    Uses `type`: a wrapper may claim the class of the object in it.
     """
     for cls in type(node).__mro__:
         name = (cls.__module__, cls.__name__)
@@ -42,18 +42,19 @@ def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, s
 
 
 def is_tensor_dict(node: object) -> bool:
-    """Whether it is one of tensordict's. What their `state_dict()` gives beside their entries is how they were made."""
+    """Returns whether this is a dict of tensordict's. Beside its entries, its `state_dict()` only tells how it was
+    made."""
     return known_class(node, _TENSOR_DICTS) is not None
 
 
 def unwrapped(optimizer: object) -> object:
-    """The optimizer that does the work."""
+    """Returns the optimizer that does the work."""
     known = known_class(optimizer, _WRAPPERS)
     return unwrapped(getattr(optimizer, _WRAPPERS[known])) if known else optimizer
 
 
 def torch_optimizer(node: torch.optim.Optimizer, path: str) -> torch.optim.Optimizer:
-    """As `unwrapped`. Raises UnsupportedState where that is not torch's."""
+    """Returns the optimizer that does the work, as `unwrapped` does. Raises UnsupportedState if it is not torch's."""
     inner = unwrapped(node)
     if not isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedState(
@@ -80,15 +81,16 @@ def refuse_loader(node: object, path: str) -> None:
 
 
 def loader_of(node: Any, path: str) -> Callable[[Any], object]:
-    """What gives an object its state back.
+    """Returns the function that gives an object its state back.
 
-    A StatefulDataLoader gives its place to its next iterator. One that the program has already goes on from its own,
-    and `state_dict()` tells the loaded place from then on: that is said.
+    A StatefulDataLoader gives its place to its next iterator. An iterator that the program has already goes on from its
+    own place, but `state_dict()` tells the loaded one from then on: that is logged.
 
-    A data loader of accelerate tells the state of its last batch, also when it was given another one since: what is
-    saved between a load and the first batch, as by `Checkpointer.restore` with peers, would begin the epoch anew.
+    A data loader of accelerate tells the state of its last batch, even after it was given another one, so the function
+    sets that, too: else a save between a load and the first batch, as by `Checkpointer.restore` with peers, would begin
+    the epoch anew.
 
-    A Loader of torchdata.nodes is put to its place at once: see `_put_to_place`.
+    A Loader of torchdata.nodes goes to its place at once: see `_put_to_place`.
     """
 
     def load(state: object) -> None:
@@ -115,11 +117,12 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
 def _put_to_place(loader: Any, state: object) -> None:
     """Has a Loader of torchdata.nodes, and each iterator over it, go on from a saved place.
 
-    `load_state_dict()` alone leaves that to a later `iter()`. The next one gives the iterator that `state_dict()` made,
-    where that stands, which is the begin: every state is looked at once before it is restored.
+    `load_state_dict()` alone leaves that to a later `iter()`. The next one would return the iterator that
+    `state_dict()` made, which is at the beginning: every state is looked at once before it is restored.
 
-    At the end of an epoch, torchdata begins the next one in `iter()`. To know of the end it draws an item, before the
-    random generators are put back, and from then on its state is that of the end. Here the first batch begins it.
+    At the end of an epoch, torchdata begins the next one in `iter()`. To detect the end it draws an item, before the
+    random generators are put back, and from then on its state is that of the end. Here the first batch begins the
+    epoch.
     """
     kind: Any = next(cls for cls in type(loader).__mro__ if (cls.__module__, cls.__name__) in _NODE_LOADERS)
     restarts = loader.restart_on_stop_iteration
@@ -157,9 +160,9 @@ class _NothingLoaded:
 
 
 def _is_being_read(loader: Any) -> bool:
-    """Whether somebody beside a StatefulDataLoader holds an iterator over it that has not come to its end.
+    """Returns whether somebody other than a StatefulDataLoader holds an iterator over it that has not ended.
 
-    What a loop that was left had is held by the loader alone, as is what `state_dict()` made.
+    The iterator of a loop that was left is held by the loader alone, as is the one that `state_dict()` made.
     """
     iterator = getattr(loader, "_iterator", None)
     if iterator is None or getattr(iterator, "_finished", False):
@@ -168,7 +171,7 @@ def _is_being_read(loader: Any) -> bool:
 
 
 def _references() -> int:
-    """As `sys.getrefcount` tells them of what one attribute, and a name here, refer to."""
+    """Returns what `sys.getrefcount` reports for an object that one attribute, and a name here, refer to."""
     holder = type("Holder", (), {})()
     holder.attribute = object()
     held = holder.attribute
@@ -179,6 +182,6 @@ _REFERENCES = _references()
 
 
 def counts_alone(node: object) -> bool:
-    """Whether it is a data loader whose place is the number of batches that one rank has had: it holds while as many
-    ranks share the data."""
+    """Returns whether this is a data loader whose place is the number of batches that one rank has had: it holds while
+    the same number of ranks share the data."""
     return known_class(node, _COUNT_ALONE) is not None

@@ -1,8 +1,8 @@
-"""Whether tensors are what they were, told by one call of C for thousands of them.
+"""Tells whether tensors are what they were, by one call of C for thousands of them.
 
-torch's compiler asks that of its inputs at every call, by a class which is not public. It is used only where it has
-shown, in this process, that it sees whatever counts here. It looks at class, dtype, sizes, strides, conjugation and
-negation, not at addresses. It says no to more than these, such as another `requires_grad`.
+torch's compiler asks that of its inputs at every call, by a class which is not public. It is used only after it has
+shown, in this process, that it sees every change that counts here. It checks class, dtype, sizes, strides, conjugation
+and negation, not addresses. It may also say no for other changes, such as another `requires_grad`.
 
 632 tensors take 0.04 ms, and 0.09 after an iteration of training; asked column by column, 0.26 and 0.43 (Intel).
 """
@@ -18,14 +18,14 @@ from torch import nn
 
 
 class Guard(Protocol):
-    """Of tensors as they were when it was made; of none of them it keeps the memory."""
+    """The tensors as they were when this was made. It keeps none of their memory."""
 
     def check(self, *tensors: torch.Tensor) -> bool:
-        """Whether as many tensors are now what those were, in the same mode of autograd."""
+        """Returns whether the same number of tensors are now what those were, in the same mode of autograd."""
 
 
 def guard_of(tensors: Sequence[torch.Tensor]) -> Guard | None:
-    """None where this torch has none that can be relied upon. Called without gradients, as `check` is to be."""
+    """Returns a guard; None if this torch has no reliable one. Called without gradients, as `check` must be."""
     kind = _kind()
     return None if kind is None else _make(kind, tensors)
 
@@ -42,7 +42,7 @@ def _kind() -> Any:
 
         with torch.no_grad():
             return kind if all(_sees(kind, change) for change in (None, *_CHANGES)) else None
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):  # another torch's
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):  # in another version of torch
         return None
 
 
@@ -51,7 +51,7 @@ class _Other(torch.Tensor):
 
 
 def _sees(kind: Any, change: Callable[[torch.Tensor], object] | None) -> bool:
-    """Whether it tells this change of one tensor among others; and that nothing has changed, without one."""
+    """Returns whether the guard sees this change of one tensor among others; without a change, whether it sees none."""
     changed = torch.zeros(3, 3, dtype=torch.complex64 if change in _OF_COMPLEX else torch.float32, device="cpu")
     tensors = [torch.zeros(2, device="cpu"), nn.Parameter(torch.zeros((), device="cpu")), changed]
     guard = _make(kind, tensors)
@@ -64,7 +64,7 @@ def _sees(kind: Any, change: Callable[[torch.Tensor], object] | None) -> bool:
 
 
 def _set(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], object]:
-    """The same memory, seen otherwise."""
+    """Returns a change that views the same memory otherwise."""
     return lambda tensor: setattr(tensor, "data", of(tensor.data))
 
 

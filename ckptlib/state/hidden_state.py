@@ -1,8 +1,8 @@
-"""What an optimizer keeps that its `state` and `param_groups` do not show, and a dict that its entries do not: nobody
-would save it.
+"""Refuses state that nobody would save: what an optimizer keeps beside its `state` and `param_groups`, and a dict
+beside its entries.
 
-Wrappers such as Lookahead keep another optimizer, whose moments are its own. Others add to what `state_dict()` gives,
-or give what they have times a scale that is kept elsewhere.
+Wrappers such as Lookahead keep another optimizer, whose moments are its own. Others add to what `state_dict()` returns,
+or return their values times a scale that is kept elsewhere.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from ckptlib.state.places import own_part
 _SHOWN = ("state", "param_groups")
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _SAMPLE = 1024
-"""Elements of each tensor that are compared."""
+"""How many elements of each tensor are compared."""
 
 _compared: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
-"""Those whose `state_dict()` gave what their state had, once it had some; by identity."""
+"""Optimizers whose `state_dict()` returned what their state had, once it had some; by identity."""
 
 
 def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection[int]) -> None:
-    """Raises UnsupportedState, and says what to give instead. `known`: ids of all optimizers of the state.
+    """Raises UnsupportedState for hidden state, and says what to save instead. `known`: ids of all optimizers of the
+    state.
 
-    `state_dict()` is called only where it is not torch's own.
+    `state_dict()` is called only if it is not torch's own.
     """
     saved = [optimizer]
     for attribute, inner in _optimizers_in(optimizer):
@@ -65,8 +66,9 @@ def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection
 
 
 def refuse_beyond_entries(node: Mapping[object, object], given: object, path: str) -> None:
-    """Raises UnsupportedState for a dict whose own `state_dict()` gave more than its entries, which alone are saved."""
-    if isinstance(given, Mapping):  # of what an entry has, names may be given behind its own
+    """Raises UnsupportedState for a dict whose own `state_dict()` returned more than its entries: only these are
+    saved."""
+    if isinstance(given, Mapping):  # names of what an entry has may follow the entry's own
         more = [key for key in given if key not in node and str(key).partition(".")[0] not in node]
     else:
         more = [type(given).__name__]
@@ -79,7 +81,7 @@ def refuse_beyond_entries(node: Mapping[object, object], given: object, path: st
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Each with the attribute that holds it, by itself or in a list or dict."""
+    """Yields the optimizers in another one, each with the attribute that holds it, by itself or in a list or dict."""
     for attribute, value in vars(optimizer).items():
         inner: Iterable[object] = (value,)
         if attribute not in _SHOWN and isinstance(value, (list, tuple, dict)):
@@ -90,7 +92,7 @@ def _optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torc
 
 
 def _is_stock(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `state_dict()` gives `state` and `param_groups`, and nobody adds to it."""
+    """Returns whether `state_dict()` returns `state` and `param_groups`, and nobody adds to it."""
     attributes = vars(optimizer)
     own = "state_dict" in attributes or any(attributes.get(hooks) for hooks in _HOOKS)
     return not own and type(optimizer).state_dict is torch.optim.Optimizer.state_dict
@@ -117,11 +119,12 @@ def _keys(entries: Iterable[object]) -> set[str]:
 
 
 def _changed(saved: Sequence[torch.optim.Optimizer], told: Mapping[str, object]) -> str | None:
-    """A key of which `state_dict()` gives other values than the state has, but for their dtype; None if there is none.
+    """Returns a key for which `state_dict()` has other values than the state, but for their dtype; None if there is
+    none.
 
-    TransformerEngine's FusedAdam has moments in fp16 whose scales it keeps beside its state. Only what has as many
-    tensors of the same shapes on both sides is compared: `state_dict()` may well gather what is divided. Nothing is
-    said where the state has more keys: what is given may be made with those, which are saved.
+    TransformerEngine's FusedAdam has moments in fp16 whose scales it keeps beside its state. Only keys with as many
+    tensors of the same shapes on both sides are compared: `state_dict()` may well gather what is divided. If the state
+    has more keys, none is compared: what is returned may be made with those, which are saved.
     """
     entries = told.get("state")
     given = [*entries.values()] if isinstance(entries, Mapping) else []
@@ -135,12 +138,12 @@ def _changed(saved: Sequence[torch.optim.Optimizer], told: Mapping[str, object])
             continue
         other = next((mine for mine, its in zip(ours, theirs, strict=True) if not _are_alike(mine, its)), None)
         if other is not None and not any(x.shape == other.shape and _are_alike(other, x) for x in theirs):
-            return key  # else they are in another order: by name, or as its groups have them
+            return key  # else the order differs: by name, or by group
     return None
 
 
 def _tensors(entries: Iterable[object]) -> dict[str, list[torch.Tensor]]:
-    """By innermost key, in order: this process's own part of each."""
+    """Returns tensors by innermost key, in order: this process's own part of each."""
     found: dict[str, list[torch.Tensor]] = {}
     for entry in entries:
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
@@ -153,7 +156,8 @@ def _tensors(entries: Iterable[object]) -> dict[str, list[torch.Tensor]]:
 
 
 def _are_alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Of equal shapes. Of a subclass nothing is said: it has its scales in itself."""
+    """Returns whether two tensors of equal shape are alike; True for subclasses, which have their scales in
+    themselves."""
     if ours is theirs or not {type(ours), type(theirs)} <= set(PLAIN):
         return True
     if any(x.layout is not torch.strided or x.is_complex() for x in (ours, theirs)):

@@ -1,6 +1,6 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-Of state and loading, only this file, `places`, `subclasses`, `made_tensors`, `optimizer_tensors`, `beside`
+Of the code for state and loading, only this file, `places`, `subclasses`, `made_tensors`, `optimizer_tensors`, `beside`
 and `match_optimizers` know DTensor.
 """
 
@@ -49,7 +49,7 @@ class Sharded:
     offset: tuple[int, ...]
     """Where the box begins in global coordinates."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +68,25 @@ class Leaf(TensorSpec):
 
     held: Held
     pieces: tuple[tuple[Box, torch.Tensor], ...]
-    """What this rank has: boxes in global coordinates, each with a view of the same shape."""
+    """This rank's boxes in global coordinates, each with a view of the same shape."""
     owner: torch.optim.Optimizer | None
-    """The optimizer whose step is the only writer of this tensor; None where there is none known."""
+    """The optimizer whose step is the only writer of this tensor; None if none is known."""
     tied: str | None = None
-    """The first name on this rank of this very tensor, where this is a further one; other ranks may not tie them."""
+    """The first name of this tensor on this rank, if this is a further one; other ranks may not tie them."""
     frozen: bool = False
     """Whether it is a parameter that asks for no gradient."""
     lent: bool = False
-    """Whether it may have been made for this pass alone: nothing keeps it beyond the snapshot. In a host's memory only
-    what hooks of a module made counts: the memory of a device is scarce."""
+    """Whether it may have been made for this pass alone: nothing keeps it beyond the snapshot. In host memory, only
+    tensors that a module's hooks made count as lent: a device's memory is scarce."""
 
 
 def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
-    """The tensor that an optimizer would know."""
+    """Returns the tensor that an optimizer would know."""
     return tensor.tensor if isinstance(tensor, Sharded) else tensor
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Where the memory of this rank's part of it begins; None for a kind of tensor that need not have any."""
+    """Returns the address of the memory of this rank's part; None for a kind of tensor that may have none."""
     local = own_part(tensor)
     return local.untyped_storage().data_ptr() if type(local) in PLAIN else None
 
@@ -94,7 +94,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 def leaf_of(
     tensor: torch.Tensor | Sharded, name: str, per_rank: bool, owner: torch.optim.Optimizer | None
 ) -> Leaf | None:
-    """The tensor as this rank holds it, or None when it stands outside of the tensor's mesh."""
+    """Returns the tensor as this rank holds it, or None if this rank is outside of the tensor's mesh."""
     if isinstance(tensor, Sharded):
         local, box, shape = _cut_by_hand(tensor, name)
         pieces = ((box, local),) if box.numel else ()
@@ -107,7 +107,7 @@ def leaf_of(
 
 
 def _cut_by_hand(tensor: Sharded, name: str) -> tuple[torch.Tensor, Box, tuple[int, ...]]:
-    """What is there, its box, and the shape of the whole."""
+    """Returns the local tensor, its box, and the shape of the whole."""
     local = _checked(tensor.tensor, name)
     offset, shape = _integers(tensor.offset, name, "offset"), _integers(tensor.shape, name, "shape")
     if not len(offset) == len(shape) == local.dim():
@@ -122,7 +122,7 @@ def _cut_by_hand(tensor: Sharded, name: str) -> tuple[torch.Tensor, Box, tuple[i
 
 
 def _integers(given: Sequence[SupportsIndex], name: str, what: str) -> tuple[int, ...]:
-    """As Python's own, which documents are made of: numpy's and torch's do as well."""
+    """Returns Python integers, which documents need; numpy's and torch's are converted."""
     try:
         if not any(isinstance(number, bool) for number in given):
             return tuple(map(index, given))
@@ -134,7 +134,7 @@ def _integers(given: Sequence[SupportsIndex], name: str, what: str) -> tuple[int
 def leaf_of_plain(
     tensor: torch.Tensor, name: str, per_rank: bool, owner: torch.optim.Optimizer | None, tied: str | None = None
 ) -> Leaf:
-    """As `leaf_of`, of an ordinary tensor that was not refused."""
+    """Returns the leaf of an ordinary tensor that was not refused."""
     shape = tuple(tensor.shape)
     pieces = () if 0 in shape else ((_whole(shape), tensor),)
     held = _OWN if per_rank else _REPLICA
@@ -143,7 +143,7 @@ def leaf_of_plain(
 
 @lru_cache(maxsize=1024)
 def _whole(shape: tuple[int, ...]) -> Box:
-    """One object for all tensors of a shape: there may be thousands of small ones."""
+    """Returns one object for all tensors of a shape: there may be thousands of small ones."""
     return Box.whole(shape)
 
 
@@ -172,7 +172,7 @@ def _pieces_of(
     placements: tuple[sharding.Placement, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[tuple[sharding.Piece, ...], tuple[int, ...]]:
-    """What a coordinate holds, and the shape of its local tensor."""
+    """Returns what a coordinate holds, and the shape of its local tensor."""
     asked = shape, mesh_shape, placements, coordinate
     return sharding.pieces(*asked), sharding.shape_local(*asked)
 
@@ -183,30 +183,30 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
 
 
 def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
-    """Whether it is a DTensor, and this rank stands outside of its mesh."""
+    """Returns whether this is a DTensor, and this rank is outside of its mesh."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor of which a rank has a part."""
+    """Returns whether this is a DTensor of which a rank has only a part."""
     return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def home_of(meta: torch.Tensor) -> torch.device:
-    """Where a tensor without memory belongs."""
+    """Returns the device on which a tensor without memory belongs."""
     if isinstance(meta, DTensor):
         return torch.device(meta.device_mesh.device_type)
-    chosen = torch.get_default_device()  # the host, too, where nobody chose any
+    chosen = torch.get_default_device()  # the host, too, if nobody chose any
     return chosen if chosen.type != "cpu" else accelerator.available() or chosen
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
-"""torch 2.13 computes the ranks of a mesh anew each time that it is asked: 40 us, of the 130 that a load took to find
-the target of a DTensor."""
+"""Meshes that were computed before: torch 2.13 computes the ranks of a mesh at each call, which took 40 us of the 130
+in which a load found the target of a DTensor."""
 
 
 def mesh_of(tensor: DTensor) -> Mesh:
-    """The tensor's mesh, by global ranks."""
+    """Returns the tensor's mesh, by global ranks."""
     found = _meshes.get(tensor.device_mesh)
     if found is None:
         ranks = tensor.device_mesh.mesh
@@ -215,12 +215,13 @@ def mesh_of(tensor: DTensor) -> Mesh:
 
 
 def placements_of(tensor: DTensor, name: str) -> tuple[sharding.Placement, ...]:
-    """DTensor's placements in our words. Raises UnsupportedState for Partial and for what nobody taught us."""
+    """Returns a DTensor's placements as ckptlib's. Raises UnsupportedState for Partial and for unknown ones."""
     return tuple(placement_of(p, tensor.ndim, name) for p in tensor.placements)
 
 
 def placement_of(placement: Any, ndim: int, name: str) -> sharding.Placement:
-    """As `placements_of`, of one axis of the mesh and a tensor of so many dims."""
+    """Returns one placement, for one axis of the mesh and a tensor of `ndim` dimensions. Raises as `placements_of`
+    does."""
     if isinstance(placement, torch_placements.Replicate):
         return sharding.Replicate()
     if isinstance(placement, torch_placements._StridedShard):
@@ -231,11 +232,11 @@ def placement_of(placement: Any, ndim: int, name: str) -> sharding.Placement:
 
 
 PLAIN = (torch.Tensor, nn.Parameter)
-"""The types of nearly all tensors: what these are not, need not be asked."""
+"""The types of nearly all tensors: these need no further questions about their kind."""
 
 
 def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
-    """Raises UnsupportedState for a kind of tensor of which not even the shape or address can be asked."""
+    """Raises UnsupportedState for a kind of tensor whose shape or address cannot even be asked for."""
     if isinstance(tensor, Sharded):
         _cut_by_hand(tensor, name)
     elif not isinstance(tensor, DTensor):
@@ -267,7 +268,7 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _or_what_is_trained(tensor: torch.Tensor) -> str:
-    """The advice for a weight of a frozen base, such as bitsandbytes' Int8Params."""
+    """Returns advice for a weight of a frozen base, such as bitsandbytes' Int8Params."""
     if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
         return ""
     return (
@@ -277,8 +278,8 @@ def _or_what_is_trained(tensor: torch.Tensor) -> str:
 
 
 def refuse_freed(tensor: torch.Tensor, name: str) -> None:
-    """Raises UnsupportedState for an ordinary tensor of which the shape is left, and no memory: to read it would end
-    the process."""
+    """Raises UnsupportedState for an ordinary tensor that has a shape but no memory left: to read it would end the
+    process."""
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise UnsupportedState(
             f"{name}: its memory was freed, as FSDP2 frees that of a whole parameter once it is sharded again; give "
@@ -292,18 +293,19 @@ def _is_known(dtype: torch.dtype) -> bool:
 
 
 def _is_buffer(tensor: torch.Tensor) -> bool:
-    """nn.Buffer is a factory: what it makes is a torch.Tensor with a mark; a functional wrapper is not."""
+    """Returns whether this is what nn.Buffer, a factory, makes: a torch.Tensor with a mark; a functional wrapper is
+    not."""
     return type(tensor) is getattr(nn, "Buffer", None)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
+    """Returns whether this is a parameter or buffer of a lazy module that has not seen its first input."""
     return type(tensor) not in PLAIN and isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 
 @lru_cache(maxsize=64)
 def torch_dtype(name: str) -> torch.dtype:
-    """Raises StateMismatch for one that this torch does not have."""
+    """Returns a dtype by name. Raises StateMismatch for one that this torch does not have."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise StateMismatch(f"the checkpoint has dtype {name}; torch {torch.__version__} lacks it; use a newer one")
@@ -312,7 +314,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @lru_cache(maxsize=256)
 def is_converted(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether torch makes the one of the other; it does of complex numbers, too, and drops their imaginary parts."""
+    """Returns whether a load may convert one dtype to the other: torch can, and no imaginary part is dropped."""
     if saved == wanted or (saved.is_complex and not wanted.is_complex):
         return saved == wanted
     try:
@@ -323,7 +325,7 @@ def is_converted(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """torch's name without the module: "bfloat16"."""
+    """Returns torch's name of the dtype without the module: "bfloat16"."""
     return _name_of(tensor.dtype)
 
 
@@ -333,7 +335,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def identity(tensor: torch.Tensor | Sharded) -> object:
-    """What two names of one tensor have in common; None where nothing can be said.
+    """Returns what two names of one tensor have in common; None if nothing tells.
 
     A parameter is known by itself, since an empty shard has no memory to be known by.
     """
@@ -345,7 +347,7 @@ def identity(tensor: torch.Tensor | Sharded) -> object:
 
 
 def identity_of_plain(tensor: torch.Tensor, at: tuple[object, ...]) -> object:
-    """As `identity`, of one of `PLAIN` in its place."""
+    """Returns the `identity` of a tensor of one of the types in `PLAIN`, at its place."""
     if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):  # the former is quicker to ask
         return id(tensor)
     return at if tensor.numel() else None

@@ -1,8 +1,9 @@
-"""What a module's `state_dict()` gives beside its own tensors: those that hooks make, such as the parts of a fused
-weight, and what is no tensor, such as the list of tensors that a metric has gathered.
+"""Entries of a module's `state_dict()` beside its own tensors: tensors that hooks make, such as the parts of a fused
+weight, and other objects, such as the list of tensors that a metric has gathered.
 
-It is saved as it is given. To load into it changes nothing of the module, so what was loaded goes to
-`load_state_dict()` of the submodule whose hooks know the way back; of tensors, `state_dict()` must give the same again.
+They are saved as they are returned. Loading into them changes nothing of the module, so what was loaded goes to
+`load_state_dict()` of the submodule whose hooks know the way back. For tensors, `state_dict()` must then return the
+same again.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ log = logging.getLogger(__name__)
 
 
 class Holder(NamedTuple):
-    """A submodule that turns what its `state_dict()` makes back into its own."""
+    """A submodule that turns what its `state_dict()` makes back into its own state."""
 
     module: nn.Module
     name: str
-    """Of the entry, within it."""
+    """The entry's name within the submodule."""
 
 
 def made_in(module: nn.Module, state: Mapping[str, object], path: str) -> dict[str, Holder]:
-    """By canonical name, the entries of `state`, its `state_dict()`, that are not in the module's own memory.
+    """Returns, by canonical name, the entries of the module's `state_dict()` (`state`) that are not in its own memory.
 
     Raises UnsupportedState for a tensor that no submodule would turn back: a load into it would be lost. Leaves out
-    what is no tensor and would be lost: a save refuses that, and a load goes on without.
+    other objects that would be lost: a save refuses them, and a load goes on without.
     """
     tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     own = {id(tensor) for tensor in tensors}
@@ -66,7 +67,7 @@ def made_in(module: nn.Module, state: Mapping[str, object], path: str) -> dict[s
 
 
 def _or_what_is_trained(module: nn.Module) -> str:
-    """The advice for a frozen base, whose quantized weights need not be saved to train adapters."""
+    """Returns advice for a frozen base, whose quantized weights need not be saved to train adapters."""
     if len({parameter.requires_grad for parameter in module.parameters()}) < 2:
         return ""
     return (
@@ -76,7 +77,7 @@ def _or_what_is_trained(module: nn.Module) -> str:
 
 
 def lost(value: object, name: str) -> UnsupportedState:
-    """The refusal of an entry that is no tensor, and that no submodule would take back."""
+    """Returns the refusal of an entry that is no tensor, and that no submodule would take back."""
     return UnsupportedState(
         f"{name}: state_dict() returns a {type(value).__qualname__}, and no load_state_dict() pre-hook or "
         "_load_from_state_dict() would take it back; give that submodule one, or get_extra_state() and "
@@ -85,10 +86,10 @@ def lost(value: object, name: str) -> UnsupportedState:
 
 
 def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool, there: There) -> None:
-    """`filled`: by name within the module, what its `state_dict()` made, and a load filled or made anew. `there`: see
-    `keeping_parameters`.
+    """Gives what was loaded back to a module. `filled`: by name within the module, what its `state_dict()` made, and a
+    load filled or made anew. `there`: see `keeping_parameters`.
 
-    Collective where the hooks are. Raises StateMismatch where `state_dict()` gives other tensors then.
+    Collective if the hooks are. Raises StateMismatch if `state_dict()` then returns other tensors.
     """
     with torch.no_grad():
         state = copy.copy(module.state_dict(keep_vars=True))  # with the versions that torch puts beside it
@@ -109,7 +110,7 @@ def put_back(module: nn.Module, filled: Mapping[str, object], is_outermost: bool
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Bit for bit, on this rank."""
+    """Returns whether two tensors are equal, bit for bit, on this rank."""
     one, other = (bytes_of(dense(own_part(tensor))) for tensor in (first, second))
     return torch.equal(one, other)
 
@@ -124,14 +125,14 @@ def _is_made(value: torch.Tensor, memory: set[int], path: str) -> bool:
 
 
 def _plain(value: torch.Tensor, path: str) -> list[torch.Tensor]:
-    """The plain tensors that a value is, or is made of."""
+    """Returns the plain tensors that a value is, or is made of."""
     local = own_part(value)
     parts = [inner for _, inner in apart(local, path).tensors] if is_subclass(local) else [local]
     return [part for part in parts if type(part) in PLAIN]
 
 
 def _holder_of(module: nn.Module, name: str) -> Holder | None:
-    """The outermost submodule on the way to that name which has a hook that may turn it back."""
+    """Returns the outermost submodule on the way to that name which has a hook that may turn it back."""
     rest, at = name.split("."), module
     while True:
         inner = inner_name(at)
@@ -147,7 +148,7 @@ def _holder_of(module: nn.Module, name: str) -> Holder | None:
 
 
 def _turns_back(module: nn.Module) -> bool:
-    """Whether it has a pre-hook of `load_state_dict()` that is not FSDP2's, or its own way to load."""
+    """Returns whether a module has a pre-hook of `load_state_dict()` that is not FSDP2's, or its own way to load."""
     hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
     if not all(map(is_of_fsdp, hooks)):
         return True

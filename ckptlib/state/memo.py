@@ -1,13 +1,13 @@
-"""The findings of a pass over a state, reused by the next one where they still hold.
+"""Keeps the findings of a pass over a state, for the next one to reuse if they still hold.
 
-A section is a module or an optimizer. Its leaves are reused where the walk would make the same ones again: the same
-tensors under the same names, each in the memory, the view and the placement that it had. That is compared column by
-column, 0.5 us per tensor where the walk takes 6. The caller compares the owners.
+A section is a module or an optimizer. Its leaves are reused if the walk would make the same ones again: the same
+tensors under the same names, each with the memory, the view and the placement that it had. That is compared column by
+column, in 0.5 us per tensor; the walk takes 6. The caller compares the owners.
 
-The names and tensors of a section are told without asking for them where its structure is as it was: see
+If a section's structure is as it was, its names and tensors are known without asking for them: see
 `ckptlib.state.structure` for modules, `ckptlib.state.entries` for optimizers.
 
-A tensor beside them is asked about by itself. A `Memo` holds all of this, from one pass to the next.
+A tensor beside them is compared by itself. A `Memo` holds all of this, from one pass to the next.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that the leaves of a section depend upon."""
+    """Everything that the leaves of a section depend on."""
 
     names: Sequence[object]
     """Compared by value."""
     objects: Sequence[object]
-    """Compared by identity; and kept, so that no other object can have it."""
+    """Compared by identity; kept here, so that no other object can have it."""
     tensors: Sequence[torch.Tensor]
     """Compared by identity and by place."""
 
 
 class Section(Generic[Made]):
-    """A fingerprint, where its tensors lay, and the leaves that it gave."""
+    """A fingerprint, the places of its tensors, and the leaves that it gave."""
 
     __slots__ = ("_places", "made", "sight")
 
@@ -50,7 +50,7 @@ class Section(Generic[Made]):
         self.made = made
 
     def shows(self, sight: Fingerprint) -> bool:
-        """Whether nothing has changed."""
+        """Returns whether nothing has changed."""
         before = self.sight
         is_alike = before is sight or (
             same(before.tensors, sight.tensors) and same(before.objects, sight.objects) and before.names == sight.names
@@ -60,26 +60,27 @@ class Section(Generic[Made]):
 
 @dataclass(slots=True)
 class Found:
-    """The findings of a pass, of a state or of a section of it."""
+    """The findings of a pass over a state, or over a section of it."""
 
     leaves: list[Leaf] = field(default_factory=list)
     names: dict[str, None] = field(default_factory=dict)
-    """All that were given out."""
+    """All names that are taken."""
     param_names: dict[int, str] = field(default_factory=dict)
-    """By id of tensor: the first."""
+    """The first name of each tensor, by the tensor's id."""
     seen: dict[object, str] = field(default_factory=dict)
-    """By what two names of one tensor have in common: the first of them."""
+    """The first name of each tensor, by what two names of one tensor have in common."""
     own: set[int] = field(default_factory=set)
-    """By id: the tensors of which every rank was said to have its own."""
+    """The ids of the tensors that were marked as each rank's own."""
     beside: list[Found] = field(default_factory=list)
-    """Of a section: those that were found before it at its last pass, from all of which it is apart."""
+    """For a section: those found before it at its last pass, none of which has anything in common with it."""
 
     def is_apart_from(self, other: Found) -> bool:
-        """Whether they have no name and no tensor in common. Of two views of keys, Python looks at the shorter."""
+        """Returns whether they have no name and no tensor in common. For two views of keys, Python looks at the
+        shorter."""
         return self.names.keys().isdisjoint(other.names.keys()) and self.seen.keys().isdisjoint(other.seen.keys())
 
     def take(self, other: Found) -> None:
-        """Adds what is apart from this, as found later."""
+        """Adds findings that are apart from these, as found later."""
         self.leaves += other.leaves
         self.names |= other.names
         self.seen |= other.seen
@@ -91,13 +92,13 @@ class Found:
 
 
 class Trace(NamedTuple):
-    """What the leaves of a pass were made of: those that stand by themselves, and sections."""
+    """What the leaves of a pass were made of: single ones, and sections."""
 
     leaves: list[Leaf]
     sections: list[Found]
 
     def is_that_of(self, other: Trace) -> bool:
-        """Whether the leaves are the very same."""
+        """Returns whether the leaves are the same objects."""
         return same(self.leaves, other.leaves) and same(self.sections, other.sections)
 
 
@@ -106,12 +107,12 @@ class KnownLeaf(NamedTuple):
 
     tensor: object
     at: object
-    """Where and what its local data was: see `places`."""
+    """The place and kind of its local data: see `places`."""
     leaf: Leaf
 
 
 class KnownModule(NamedTuple):
-    """A module whose `state_dict()` gives nothing but the tensors of a section."""
+    """A module whose `state_dict()` returns nothing but the tensors of a section."""
 
     structure: Structure
     sight: Fingerprint
@@ -123,9 +124,9 @@ class KnownOptimizer(NamedTuple):
     entries: Entries
     sight: Fingerprint
     names: list[list[str]]
-    """By group, of its parameters: those that modules of the same state gave them."""
+    """The names of its parameters, by group: those that modules of the same state gave them."""
     described: dict[str, Json]
-    """As a layout has it."""
+    """The optimizer's description in a layout."""
 
 
 class Memo:
@@ -133,25 +134,25 @@ class Memo:
 
     def __init__(self) -> None:
         self.leaves: dict[str, KnownLeaf] = {}
-        """By name."""
+        """Known leaves by name."""
         self.last: list[Leaf] = []
-        """All leaves of the last pass; none where some of them were lent."""
+        """All leaves of the last pass; empty if some of them were lent."""
         self.trace = Trace([], [])
-        """Of these."""
+        """What these leaves were made of."""
         self.owned: list[object] = []
-        """Each optimizer, and behind it its parameters."""
+        """Each optimizer, followed by its parameters."""
         self.owners: dict[int, torch.optim.Optimizer] = {}
-        """By id of parameter."""
+        """The optimizer of each parameter, by the parameter's id."""
         self.given: dict[int, torch.optim.Optimizer] = {}
-        """Those of `owners` that the caller told."""
+        """The owners that the caller passed."""
         self.sections: dict[tuple[str, bool], Section[Found]] = {}
-        """By path, and whether it is per rank."""
+        """Sections by path, and whether they are per rank."""
         self.modules: dict[tuple[str, bool], KnownModule] = {}
         """By the same."""
         self.optimizers: dict[tuple[str, bool], KnownOptimizer] = {}
         """By the same."""
 
     def let_go(self) -> None:
-        """Keeps no leaves but those of sections."""
+        """Drops all leaves except those of sections."""
         self.leaves.clear()
         self.last, self.trace = [], Trace([], [])

@@ -1,4 +1,4 @@
-"""A module's tensors under canonical names: those that the bare model would give them."""
+"""A module's tensors under canonical names: those of the bare model, without wrappers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ _REFUSED = {
 
 
 def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
-    """(canonical name, tensor or extra state) in the order of `state_dict()`, which is called once.
+    """Yields (canonical name, tensor or extra state) in the order of `state_dict()`, which is called once.
 
     Parameters come as they are (the objects that an optimizer holds), after any resharding that `state_dict()` does.
-    Raises UnsupportedState for wrappers that hide their parameters, and for what a load could not put back.
+    Raises UnsupportedState for wrappers that hide their parameters, and for tensors that a load could not put back.
     """
     state = _asked(module, path)
-    _made[module] = frozenset(made_in(module, state, path))  # each time: a hook may come later, and keep every name
+    _made[module] = frozenset(made_in(module, state, path))  # at each call: a hook may come later, and keep every name
     return _named(module, state)
 
 
 def made_names(module: nn.Module) -> frozenset[str]:
-    """The canonical names of what hooks made, and of what is no tensor, when `named_state` last looked."""
+    """Returns the canonical names of entries that hooks made, or that are no tensors, when `named_state` last
+    looked."""
     return _made[module]
 
 
 def state_to_fill(module: nn.Module, path: str) -> tuple[list[tuple[str, object]], dict[str, Holder]]:
-    """As `named_state`, for a load; and by canonical name what turns back the entries that hooks made."""
+    """Returns the entries of `named_state`, for a load; and by canonical name what turns back those that hooks made."""
     state = _asked(module, path)
     return list(_named(module, state)), made_in(module, state, path)
 
@@ -63,12 +64,13 @@ def _named(module: nn.Module, state: Mapping[str, object]) -> Iterator[tuple[str
 
 
 _names: MutableMapping[nn.Module, dict[str, str]] = WeakIdKeyDictionary()
-"""By module: the canonical name of each key. A wrapper put around a part of it later gives that part's keys anew.
+"""The canonical name of each key, by module. A wrapper put around a part of it later gives that part's keys anew.
 
-By identity: a module may have an `==` of its own, as tensordict's parameters compare element by element."""
+By identity: a module may define its own `==`, as tensordict's parameters compare element by element.
+"""
 
 _made: MutableMapping[nn.Module, frozenset[str]] = WeakIdKeyDictionary()
-"""By module, in the same way."""
+"""The entries that hooks made, by module in the same way."""
 
 
 def _refuse(module: nn.Module, path: str) -> None:
@@ -79,7 +81,7 @@ def _refuse(module: nn.Module, path: str) -> None:
 
 
 def attributes_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """By id of tensor: the submodules and attributes that hold it; more than one when it is tied."""
+    """Returns, by the tensor's id, the submodules and attributes that hold it; more than one if it is tied."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():
         tensors: list[tuple[str, torch.Tensor | None]] = [*submodule._parameters.items(), *submodule._buffers.items()]

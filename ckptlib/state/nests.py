@@ -1,7 +1,7 @@
 """Nests: containers of plain values that are saved whole, as one value at their path, since their entries have no names
-by which a load could make them again: lists, dicts by number or by what looks like one, whatever is empty.
+by which a load could make them again: lists, dicts with numbers or number-like text as keys, and empty containers.
 
-Dicts by text are none. Their entries keep names of their own, which `only=` and `map=` can meet.
+Dicts with text as keys are no nests. Their entries keep names of their own, which `only=` and `map=` can match.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.state.visitor import are_scalars, is_plain
 
 _MAPPINGS = (dict, OrderedDict, Counter)
-"""Those that come back as they are from within a value."""
+"""Mappings that keep their type within a value."""
 
 
 def is_nest(node: object) -> bool:
-    """Whether a container of the state is saved whole."""
+    """Returns whether a container of the state is saved whole."""
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
         return _comes_back(node)
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
@@ -32,17 +32,18 @@ def is_nest(node: object) -> bool:
 
 
 def is_text(key: object) -> bool:
-    """Whether a key is text that no key of another type has: no number, constant, tuple or member of an enum."""
+    """Returns whether a key is text that no key of another type has: no number, constant, tuple or member of an
+    enum."""
     if not isinstance(key, str) or not is_unicode(key) or iskeyword(key):
         return False
     if not _NO_TEXT.isdisjoint(key):
         return False
-    if _IN_NO_NUMBER.search(key):  # most keys by far, and to fail to convert one takes longer than all else
+    if _IN_NO_NUMBER.search(key):  # most keys by far; a failing conversion takes longer than everything else
         return True
     if not any(map(str.isalpha, key)):
         return False
     try:
-        complex(key)  # also of nan and 1e5
+        complex(key)  # also for nan and 1e5
     except ValueError:
         return True
     return False
@@ -51,11 +52,11 @@ def is_text(key: object) -> bool:
 _NO_TEXT = frozenset(".()[]{}<>'\"")
 
 _IN_NO_NUMBER = re.compile("[b-dghk-mo-su-xzB-DGHK-MO-SU-XZ]")
-"""Letters that the text of no number has: those of nan, infinity, e and j are missing."""
+"""Letters that the text of no number has: all but those of nan, infinity, e and j."""
 
 
 def is_all_plain(node: object, depth: int = 0) -> bool:
-    """Whether nothing but plain values and containers lies in it; not said of one that has no end."""
+    """Returns whether nothing but plain values and containers lies in it; False for a nesting without end."""
     if _is_flat(node) or type(node) is torch.Size:
         return True
     if depth > MAX_DEPTH:
@@ -68,7 +69,7 @@ def is_all_plain(node: object, depth: int = 0) -> bool:
 
 
 def _comes_back(node: object, depth: int = 0) -> bool:
-    """Whether all in it is plain, and of types that a value keeps; else it is walked."""
+    """Returns whether everything in it is plain, and of types that a value keeps; else it is walked."""
     if _is_flat(node) or type(node) is torch.Size:
         return True
     if depth > MAX_DEPTH:
@@ -81,7 +82,7 @@ def _comes_back(node: object, depth: int = 0) -> bool:
 
 
 def _are_keys(node: Mapping[Any, object]) -> bool:
-    """Whether all keys of a dict come back as they are."""
+    """Returns whether all keys of a dict come back as they are."""
     return all(not isinstance(key, str) or type(key) is str for key in node)
 
 

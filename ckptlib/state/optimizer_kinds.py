@@ -1,7 +1,7 @@
 """Kinds of optimizers: the state that each of torch's keeps for a parameter, so that a load refuses state which it
 would not understand.
 
-Of other classes nothing is known: their state may change from step to step.
+Nothing is known of other classes: their state may change from step to step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "SGD": (),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
-"""Keys that `step()` reads of a parameter that has any state; it fails where one is not there."""
+"""Keys that `step()` reads of a parameter that has any state; it fails if one is missing."""
 
 _OF_LBFGS = (
     "func_evals",
@@ -51,23 +51,23 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "Muon": ("momentum_buffer",),
     "SGD": ("momentum_buffer",),
 }
-"""Keys that it reads where they are there."""
+"""Keys that it reads if they are there."""
 
 _SWITCHED: dict[str, dict[str, str]] = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"momentum": "momentum_buffer", "centered": "grad_avg"},
 }
-"""Keys that it reads where a hyper-parameter is neither 0 nor False."""
+"""Keys that it reads if a hyper-parameter is neither 0 nor False."""
 
 _AT_ONCE = {"Adagrad"}
-"""Those that make their state when they are made, and never again."""
+"""Optimizers that make their state when they are made, and never again."""
 
 _OWN_SHAPE = frozenset(["step", "eta", "mu", "mu_product"])
 """Keys whose tensors do not have the shape of the parameter, and are scalars."""
 
 _COUNTS_IN_INTS = {"SparseAdam"}
-"""Those whose scalars are Python's."""
+"""Optimizers whose scalars are Python's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +76,26 @@ class Kind:
 
     needed: frozenset[str]
     known: frozenset[str]
-    """With those that it needs."""
+    """All keys that it reads, including those that it needs."""
     shapes: Mapping[str, Shape]
-    """Of those that are of one shape."""
+    """The shapes of the keys that have a fixed shape."""
     at_once: bool
-    """Whether it needs them before its first step."""
+    """Whether it needs its keys before its first step."""
 
     def lacks(self, keys: Collection[str], stateful: bool) -> list[str]:
-        """Keys that `step()` would look for in vain. `stateful`: whether the parameter has state now."""
+        """Returns keys that `step()` would miss. `stateful`: whether the parameter has state now."""
         return sorted(self.needed.difference(keys)) if keys or (stateful and self.at_once) else []
 
     def strange(self, keys: Iterable[str]) -> list[str]:
-        """Keys that it would never read."""
+        """Returns keys that it would never read."""
         return sorted({*keys} - self.known)
 
 
 def kind_of(optimizer: torch.optim.Optimizer, options: Mapping[str, object], shape: Shape) -> Kind | None:
-    """Of a parameter with that (global) shape; None where nothing is known, as of a class that inherits from torch's.
+    """Returns the kind for a parameter with that (global) shape; None if nothing is known, as for a class that inherits
+    from torch's.
 
-    `options`: the hyper-parameters that its group is going to have. To be asked once for each shape: of LBFGS all
+    `options`: the hyper-parameters that its group is going to have. To be called once for each shape: for LBFGS all
     parameters are counted.
     """
     name = type(optimizer).__name__
@@ -119,9 +120,9 @@ def kind_of(optimizer: torch.optim.Optimizer, options: Mapping[str, object], sha
 
 
 def scalars_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Keys whose values are tensors without dimensions, in torch's own `load_state_dict()` also of a class that
-    inherits from torch's. Numbers they were before torch 1.12, and are in DeepSpeed; a step would not count them up.
-    """
+    """Returns keys whose values torch's own `load_state_dict()` makes tensors without dimensions, also for a class
+    that inherits from torch's. They were numbers before torch 1.12, and are in DeepSpeed; a step would not count
+    those up."""
     bases = (cls for cls in type(optimizer).__mro__ if cls is getattr(torch.optim, cls.__name__, None))
     name = next((cls.__name__ for cls in bases if cls.__name__ in _NEEDED), "")
     return frozenset() if name in _COUNTS_IN_INTS else _OWN_SHAPE.intersection(_NEEDED.get(name, ()))

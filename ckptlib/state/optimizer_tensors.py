@@ -1,6 +1,6 @@
-"""The tensors in what an optimizer keeps for its parameters, also those in lists, tuples and dicts.
+"""Finds the tensors in what an optimizer keeps for its parameters, also those in lists, tuples and dicts.
 
-Knows where they stand, and which of them are DTensors; their names are in `ckptlib.state.optimizers`.
+This module knows where they are, and which of them are DTensors; their names are in `ckptlib.state.optimizers`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ckptlib.state.visitor import SCALARS, are_scalars, too_deep
 
 
 def tensors_in(value: object, *keys: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
-    """Those of an entry of a parameter's state, each with the keys that lead to it. `keys`: those of the entry.
+    """Yields the tensors of an entry of a parameter's state, each with the keys that lead to it. `keys`: those of the
+    entry.
 
-    Raises UnsupportedState for an entry that contains itself: it may have more ways in it than can be walked.
+    Raises UnsupportedState for an entry that contains itself: it may have more paths than can be walked.
     """
     if isinstance(value, torch.Tensor):
         yield keys, value
@@ -33,8 +34,8 @@ def tensors_in(value: object, *keys: object) -> Iterator[tuple[tuple[object, ...
 
 
 def whole_dtensors(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, list[str]]:
-    """By name of a parameter: the paths in its state of the DTensors that are whole on each rank, and are not placed as
-    it is. Placements and shape tell no such tensor from a plain one.
+    """Returns, by parameter name, the paths in its state of DTensors that are whole on each rank, and not placed as the
+    parameter. Placements and shape do not tell such a tensor from a plain one.
 
     `names`: of the parameters, group by group. Raises as `tensors_in` does.
     """

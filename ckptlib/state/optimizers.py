@@ -1,6 +1,6 @@
-"""Optimizers, as a state names them: by parameter, and never by position in a flat list.
+"""Names an optimizer's state by parameter, and never by position in a flat list.
 
-Knows names and which optimizers cannot be saved; the walk over an optimizer is in `ckptlib.state.flatten`.
+This module knows names and which optimizers cannot be saved; the walk over an optimizer is in `ckptlib.state.flatten`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Te
 
 @contextmanager
 def saying_how(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Adds a way to save it to an UnsupportedState of what an optimizer keeps for a parameter, beside tensors."""
+    """Adds advice on how to save it to an UnsupportedState about what an optimizer keeps for a parameter beside
+    tensors."""
     try:
         yield
     except UnsupportedState as error:
@@ -72,32 +73,34 @@ def saying_how(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def group_path(path: str, index: int) -> str:
-    """Where the hyper-parameters of a group are kept."""
+    """Returns the path of a group's hyper-parameters."""
     return f"{path}/@group.{index}" if path else f"@group.{index}"
 
 
 def is_group_path(name: str) -> bool:
-    """Whether a name is that of a group's hyper-parameters."""
+    """Returns whether a name is that of a group's hyper-parameters."""
     return name.rpartition("/")[2].startswith("@group.")
 
 
 def state_path(path: str, param_name: str, key: object) -> str:
-    """Where one entry of a parameter's optimizer state is kept. Raises UnsupportedState for a key that is no text."""
+    """Returns the path of one entry of a parameter's optimizer state. Raises UnsupportedState for a key that is no
+    text."""
     if not isinstance(key, str):
         raise UnsupportedState(f"{path}/{param_name}: optimizer state has the key {key!r}; keys must be text")
     return join(f"{path}/{param_name}" if path else param_name, key)
 
 
 def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], path: str) -> list[list[str]]:
-    """By group: the names of its parameters.
+    """Returns the names of an optimizer's parameters, by group.
 
-    Those of the modules in the same state; else those the optimizer was given (`named_parameters()`); else positions.
-    Raises UnsupportedState where two have one name: by that, each would get the options and the moments of either.
+    They are those of the modules in the same state; else those the optimizer was given (`named_parameters()`); else
+    positions. Raises UnsupportedState if two parameters have one name: each would get the options and the moments of
+    either.
     """
     names = []
     for i, group in enumerate(optimizer.param_groups):
         given: Sequence[str] = group.get("param_names") or ()
-        if len(given) != len(group["params"]):  # none, or of other parameters than it has by now
+        if len(given) != len(group["params"]):  # none, or those of other parameters than it has by now
             given = [f"@{i}.{j}" for j in range(len(group["params"]))]
         names.append([param_names.get(id(p), given[j]) for j, p in enumerate(group["params"])])
     known: dict[str, torch.Tensor] = {}
@@ -114,11 +117,11 @@ def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, 
 
 
 _told: MutableMapping[torch.optim.Optimizer, set[str]] = WeakIdKeyDictionary()
-"""The findings on each optimizer. By identity: one may have an `==` of its own, and no hash."""
+"""What was logged of each optimizer. By identity: one may define its own `==`, and no hash."""
 
 
 def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], path: str, done: str) -> None:
-    """Says once of an optimizer that nothing but an order tells its parameters. `done`: "saved", "loaded"."""
+    """Warns once if only their order tells an optimizer's parameters apart. `done`: "saved", "loaded"."""
     told = _told.setdefault(optimizer, set())
     if done in told or (dist.is_initialized() and dist.get_rank()):
         return
@@ -142,9 +145,10 @@ def warn_of_unsaved(
     saved: Iterable[torch.Tensor],
     path: str,
 ) -> None:
-    """Says once of an optimizer that the state has some of its parameters, and not these. `params`: by name.
+    """Warns once if the state has some of an optimizer's parameters, but not these. `params`: by name.
 
-    Not of those that are in a module, which may give others in their place, or in the memory of a tensor of the state.
+    Leaves out those that are in a module, which may give others in their place, or in the memory of a tensor of the
+    state.
     """
     told = _told.setdefault(optimizer, set())
     if "unsaved" in told:
@@ -169,12 +173,12 @@ def warn_of_unsaved(
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """A parameter group's entries beside its parameters."""
+    """Returns a parameter group's entries beside its parameters."""
     return ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
 
 
 def cut_like(param: Sharded | None, value: torch.Tensor) -> torch.Tensor | Sharded:
-    """Optimizer state of a parameter that was cut by hand: tensors of its shape were cut like it."""
+    """Returns optimizer state of a parameter that was cut by hand: tensors of the parameter's shape are cut like it."""
     if param is None or value.shape != param.tensor.shape:
         return value
     return Sharded(value, param.offset, param.shape)

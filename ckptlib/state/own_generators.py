@@ -1,7 +1,7 @@
-"""Generators of numpy and of Python's `random` that stand in a state: saved as plain values, and restored in place.
+"""Saves generators of numpy and of Python's `random` that are in a state as plain values, and restores them in place.
 
-Those of torch are tensors, and the global ones of the process are in `ckptlib.state.rng`. What `spawn()` of a generator
-has given is no part of its state.
+Those of torch are tensors, and the global ones of the process are in `ckptlib.state.rng`. Generators made by `spawn()`
+are no part of a generator's state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BIT_NAMES = frozenset(cls.__name__ for cls in _BITS)
 Generator: TypeAlias = "random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator"
 
 GENERATORS: frozenset[type] = frozenset([random.Random, np.random.Generator, np.random.RandomState, *_BITS])
-"""No class that inherits from one: it may keep more."""
+"""The exact types of generators; a class that inherits from one may keep more state."""
 
 _UP_TO = {
     "pos": 624,  # beyond these two numpy reads foreign memory
@@ -39,11 +39,11 @@ _UP_TO = {
     "state": 2**128 - 1,
     "inc": 2**128 - 1,
 }
-"""By key of a state of numpy: its largest number. The smallest is 0."""
+"""The largest number for each key of a numpy state. The smallest is 0."""
 
 
 class OwnGenerator:
-    """One of them, as an object that gives and takes its state."""
+    """A generator, as an object that gives and takes its state."""
 
     def __init__(self, generator: Generator, path: str) -> None:
         """Raises UnsupportedState for a bit generator that is not numpy's own."""
@@ -69,7 +69,7 @@ class OwnGenerator:
         return made if isinstance(made, Mapping) else {}
 
     def load_state_dict(self, state: object) -> None:
-        """Raises StateMismatch, and sets nothing, for what is no state of this kind of generator."""
+        """Sets the generator. Raises StateMismatch, and sets nothing, if this is no state of this kind of generator."""
         if isinstance(self._generator, random.Random):
             self._load_python(self._generator, state)
             return
@@ -92,7 +92,7 @@ class OwnGenerator:
             raise StateMismatch(f"{self._path}: {error}; load another step, or leave it out with only=") from error
 
     def _check(self, state: object) -> None:
-        """numpy takes whatever it is given for some of these."""
+        """Checks a state: numpy takes whatever it is given for some values."""
         mine = self.state_dict()
         if not isinstance(state, Mapping) or state.get("bit_generator") != mine["bit_generator"]:
             raise self._other(state)
@@ -115,7 +115,7 @@ class OwnGenerator:
 
 
 def _wrong(given: object, mine: object, key: str = "") -> str | None:
-    """The first value that is not as they are in the state of such a generator, for messages."""
+    """Returns the first value that the state of such a generator never has, for messages; None if there is none."""
     if isinstance(mine, Mapping):
         if not isinstance(given, Mapping) or given.keys() != mine.keys():
             return f"{key} {brief(given)}".strip()

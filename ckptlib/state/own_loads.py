@@ -1,7 +1,7 @@
-"""What modules do of their own as they are loaded: hooks behind `load_state_dict()`, and methods in place of torch's.
+"""Runs modules' own code for loads: hooks behind `load_state_dict()`, and methods in place of torch's.
 
-A load fills parameters in place. A module that keeps something which it derives from them, such as a copy in another
-dtype, renews it where torch would have come by.
+A load fills parameters in place. A module that derives something from them, such as a copy in another dtype, must renew
+it as it would after torch's load.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ckptlib.state.subclasses import is_subclass
 from ckptlib.state.wrappers import canonical, inner_name
 
 There: TypeAlias = Callable[[], Mapping[int, "weakref.ref[nn.Parameter]"]]
-"""By id: the parameters of the outermost module before the first call."""
+"""Returns, by id, the parameters of the outermost module before the first call."""
 
 
 def parameters_there(top: nn.Module) -> There:
-    """Of this module; asked for once for all calls."""
+    """Returns the parameters of this module; collected once for all calls."""
     return cache(lambda: {id(param): weakref.ref(param) for param in top.parameters()})
 
 
 def own_loads(
     top: nn.Module, filled: Iterable[str], done: Sequence[nn.Module], there: There
 ) -> list[Callable[[], None]]:
-    """The calls to be made, in this order, when everything is filled. Collective where the hooks and methods are.
+    """Returns the calls to make, in this order, when everything is filled. Collective if the hooks and methods are.
 
     `filled`: canonical names; modules in which nothing is filled are left alone. `done`: modules that are loaded
-    anyway, with all that is in them.
+    anyway, with everything in them.
     """
     outermost = innermost(top)
     own = [(name, m) for name, m in top.named_modules() if _loads_itself(m, m is outermost) or _post_hooks(m)]
@@ -53,14 +53,14 @@ def own_loads(
             calls.append(partial(_load_again, module, module is outermost, there))
         else:
             calls.append(partial(_run_post_hooks, module, there))
-    return calls[::-1]  # as torch has it, those inside come first
+    return calls[::-1]  # as in torch, inner modules come first
 
 
 def give(module: nn.Module, state: dict[str, Any], is_outermost: bool) -> object:
-    """`load_state_dict()`, which may be a method of the job's own that knows no `strict`.
+    """Calls `load_state_dict()`, which may be a method of the job's own without `strict`.
 
-    Of a module inside, torch's, where that and its `_load_from_state_dict()` take what torch's `state_dict()` gives:
-    torch calls no other there, and the job's own may want a state of another form.
+    For an inner module, calls torch's if its `_load_from_state_dict()` takes what torch's `state_dict()` returns: torch
+    calls no other there, and the job's own may want a state of another form.
     """
     if not is_outermost and _takes_state(module) and is_of_torch(type(module).state_dict):
         return nn.Module.load_state_dict(module, state, strict=False)
@@ -71,9 +71,9 @@ def give(module: nn.Module, state: dict[str, Any], is_outermost: bool) -> object
 
 @contextmanager
 def keeping_parameters(module: nn.Module, there: There) -> Iterator[None]:
-    """Puts back parameters for which the body puts new ones in their place, with the values of these: an optimizer has
-    those that were there, and would train nothing that the module has. One that is tied to another of those `there` now
-    stays so, and one that was made of other tensors, as by quantizing it, stays what it is."""
+    """Puts back parameters that the body replaces, with the new ones' values: an optimizer has the old ones, and would
+    otherwise train nothing that the module has. A parameter that is now tied to another of those `there` stays so, and
+    one that was made of other tensors, as by quantizing it, stays what it is."""
     before = dict(module.named_parameters(remove_duplicate=False))
     known, others = {*map(id, before.values())}, there()
     holders: dict[int, nn.Module] = {}
@@ -91,19 +91,19 @@ def keeping_parameters(module: nn.Module, there: There) -> Iterator[None]:
         holder = module.get_submodule(owner)
         setattr(holder, attribute, old)  # an RNN notes it in a list of its own
         holders[id(holder)] = holder
-    for holder in holders.values():  # FSDP2 has taken the new ones
+    for holder in holders.values():  # FSDP2 has taken over the new ones
         _run_hooks(holder, [hook for hook in holder._load_state_dict_post_hooks.values() if is_of_torch(hook)])
 
 
 def is_of_torch(function: object) -> bool:
-    """Whether it is torch's, and nobody's own."""
+    """Returns whether a function is torch's."""
     return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
 
 
 def resizes(module: nn.Module, attribute: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a module's own `_load_from_state_dict()` gives its buffer the shape of what is loaded, as torch's fake
-    quantizers do, whose buffers are as large as the data they have seen. A copy is asked. `shapes`: of those of
-    its buffers that were saved, by attribute."""
+    """Returns whether a module's own `_load_from_state_dict()` gives its buffer the shape of what is loaded, as torch's
+    fake quantizers do, whose buffers are as large as the data they have seen. A copy of the module is tried. `shapes`:
+    of those of its buffers that were saved, by attribute."""
     if not _takes_state(module) or attribute not in module._buffers:
         return False
     if type(module._buffers[attribute]) is not torch.Tensor:
@@ -117,20 +117,20 @@ def resizes(module: nn.Module, attribute: str, shapes: Mapping[str, tuple[int, .
         for name in shapes.keys() & state.keys():
             state[name] = state[name].new_zeros(()).expand(shapes[name])
         trial._load_from_state_dict(state, "", {"version": module._version}, False, [], [], problems)
-    except Exception:  # whatever its own code raises: it does not take these shapes, and the mismatch is told
+    except Exception:  # whatever its own code raises: it does not take these shapes, and the mismatch is reported
         return False
     found = trial._buffers.get(attribute)
     return not problems and found is not None and tuple(found.shape) == shapes[attribute]
 
 
 def _takes_state(module: nn.Module) -> bool:
-    """Whether it has a `_load_from_state_dict()` of its own, or of its kind, such as BatchNorm's."""
+    """Returns whether a module has a `_load_from_state_dict()` of its own, or of its kind, such as BatchNorm's."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def _copy_of(module: nn.Module) -> Any:
-    """With copies of its tensors, of its containers, and such copies of the modules in it: a loader may put others in
-    their place, or write to them. Hooks are left out: they may hold the module itself, and change that."""
+    """Returns a copy of a module, with copies of its tensors, its containers and the modules in it: a loader may
+    replace these, or write to them. Hooks are left out: they may hold the module itself, and change that."""
     made: Any = copy.copy(module)
     vars(made).update((name, _apart(held)) for name, held in vars(module).items() if name not in _REGISTERED)
     made._load_state_dict_pre_hooks, made._load_state_dict_post_hooks = {}, {}
@@ -147,7 +147,7 @@ _REGISTERED = (*_TENSORS, "_modules")
 
 
 def _apart(held: Any) -> Any:
-    """A copy of a tensor, or of a container with copies of these in it; any other object as it is."""
+    """Returns a copy of a tensor, or of a container with copies of these in it; any other object as it is."""
     if isinstance(held, torch.Tensor):
         return held.detach().clone()
     if type(held) in (list, tuple, set, deque):
@@ -158,30 +158,32 @@ def _apart(held: Any) -> Any:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """Without wrappers: the module whose own `load_state_dict()` torch calls."""
+    """Returns the module without wrappers, whose own `load_state_dict()` torch calls."""
     while (inner := inner_name(module)) is not None:
         module = module._modules[inner]  # type: ignore[assignment]
     return module
 
 
 def _loads_itself(module: nn.Module, is_outermost: bool) -> bool:
-    """Whether it has a method of its own. Of `load_state_dict()`, torch calls that of the outermost module alone."""
+    """Returns whether a module has a method of its own. `load_state_dict()` counts for the outermost module only: torch
+    calls no other."""
     cls = type(module)
     return not is_of_torch(cls._load_from_state_dict) or (is_outermost and not is_of_torch(cls.load_state_dict))
 
 
 def _post_hooks(module: nn.Module) -> list[Callable[..., object]]:
-    """But FSDP2's, which has one for each parameter, in case that another is assigned."""
+    """Returns a module's post-hooks except torch's: FSDP2 has one for each parameter, in case that another is
+    assigned."""
     return [hook for hook in module._load_state_dict_post_hooks.values() if not is_of_torch(hook)]
 
 
 def _path(top: nn.Module, name: str) -> str:
-    """The canonical name of a submodule."""
+    """Returns the canonical name of a submodule."""
     return canonical(top, f"{name}.x" if name else "x").rpartition(".")[0]
 
 
 def _above(names: Iterable[str]) -> set[str]:
-    """The modules in which these are, by canonical name."""
+    """Returns the modules, by canonical name, that contain these names."""
     found: set[str] = set()
     for name in names:
         while name and (name := name.rpartition(".")[0]) not in found:
@@ -190,7 +192,7 @@ def _above(names: Iterable[str]) -> set[str]:
 
 
 def _load_again(module: nn.Module, is_outermost: bool, there: There) -> None:
-    """Gives it what it has. To copy a tensor onto itself changes nothing."""
+    """Gives a module its own state. Copying a tensor onto itself changes nothing."""
     with _mode_of(module), torch.no_grad(), keeping_parameters(module, there):
         state = module.state_dict(keep_vars=True)
         if is_outermost:
@@ -210,6 +212,6 @@ def _run_hooks(module: nn.Module, hooks: Iterable[Callable[..., object]]) -> Non
 
 
 def _mode_of(module: nn.Module) -> torch.inference_mode:
-    """Tensors that were made in inference mode can be written to in that mode alone."""
+    """Returns the mode to write in: tensors that were made in inference mode can be written to in that mode alone."""
     tensors = chain(module.parameters(), module.buffers())
     return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))

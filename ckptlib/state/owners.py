@@ -1,4 +1,4 @@
-"""Which optimizer owns which tensor: its step is the only writer of its parameters."""
+"""Finds which optimizer owns which tensor: its step is the only writer of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_NOTHING = frozenset([*PLAIN, *SCALARS])
 
 
 def owned_in(state: object) -> list[object]:
-    """Each optimizer, and behind it its parameters."""
+    """Returns each optimizer of the state, followed by its parameters."""
     owned: list[object] = []
     for optimizer in _optimizers_in(state):
         owned.append(optimizer)
@@ -25,7 +25,8 @@ def owned_in(state: object) -> list[object]:
 
 
 def owners_of(owned: Sequence[object]) -> dict[int, torch.optim.Optimizer]:
-    """By id of parameter. Before any tensor is looked at, since a tensor may stand before its owner."""
+    """Returns the optimizer of each parameter, by the parameter's id. Needed before any tensor is looked at, since a
+    tensor may come before its owner."""
     owners: dict[int, torch.optim.Optimizer] = {}
     for one in owned:
         if isinstance(one, torch.optim.Optimizer):
@@ -42,7 +43,7 @@ def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[
         yield from _optimizers_in(node.value, where, depth + 1)
     elif isinstance(node, torch.optim.Optimizer):
         inner = unwrapped(node)
-        if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
+        if isinstance(inner, torch.optim.Optimizer):  # anything else is refused when the walk meets it
             yield inner
     elif isinstance(node, Mapping):
         for key, value in node.items():

@@ -1,8 +1,8 @@
-"""Where tensors lie in memory, and as what: their places.
+"""The places of tensors: where they lie in memory, and as what.
 
 A place changes when the same tensor gets other memory, becomes another view of it, is cut otherwise, or becomes an
-instance of another class. Thousands of tensors are asked column by column, without a frame of Python for each; and all
-at once, where torch can.
+instance of another class. Thousands of tensors are compared column by column, without a frame of Python for each; and
+all at once, if torch can.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ckptlib.state.guard import guard_of
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor what this rank has, as it lies in memory; any other tensor itself."""
+    """Returns this rank's part of a DTensor, as it lies in memory; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """As `places`, of one tensor."""
+    """Returns the place of one tensor, as `places` does."""
     if not isinstance(tensor, DTensor):
         return place_of_plain(tensor)
     return tensor._spec, *place_of_plain(tensor._local_tensor)[1:]
 
 
 def place_of_plain(tensor: torch.Tensor) -> tuple[object, ...]:
-    """As `place`, of one that is no DTensor."""
+    """Returns the place of a tensor that is no DTensor."""
     return (
         *(None, tensor.data_ptr(), tensor.size(), tensor.stride()),
         *(tensor.is_conj(), tensor.is_neg(), tensor.dtype),
@@ -39,14 +39,14 @@ def place_of_plain(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def places(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[object], ...]:
-    """Compares equal while nothing of that has changed."""
+    """Returns the places of tensors, which compare equal as long as nothing of that has changed."""
     taken = _take_apart(tensors)
     local = taken.local
     return taken.kinds, taken.specs, list(map(_ADDRESS, local)), list(map(type, local)), *_views(local)
 
 
 class Places:
-    """Of tensors of which nobody else is to be taken for one: the caller compares their identity."""
+    """The places of tensors at one time. The caller checks that the tensors are the same objects."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._before = places(tensors)
@@ -54,24 +54,24 @@ class Places:
         self._guard = guard_of(_take_apart(tensors).local)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these, the very same tensors, lie where they lay, and are what they were."""
+        """Returns whether these tensors, which are the same objects, lie where they lay, and are what they were."""
         taken = _take_apart(tensors)
         if (taken.kinds, taken.specs) != (self._kinds, self._specs):
             return False
         if self._guard is not None and self._guard.check(*taken.local):
             return list(map(_ADDRESS, taken.local)) == self._addresses
-        return self._before == places(tensors)  # it says no to more than what counts here
+        return self._before == places(tensors)  # the guard says no to more than what counts here
 
 
 class _Taken(NamedTuple):
-    """Tensors, apart from the local ones that DTensors are made of."""
+    """Tensors, with the local ones that DTensors are made of taken out."""
 
     kinds: list[type]
-    """Of all."""
+    """The types of all tensors."""
     specs: list[object]
-    """Of DTensors."""
+    """The specs of the DTensors."""
     local: list[torch.Tensor]
-    """Those of DTensors, then the others."""
+    """The local tensors of the DTensors, then the other tensors."""
 
 
 def _take_apart(tensors: Sequence[torch.Tensor]) -> _Taken:
@@ -90,7 +90,7 @@ _LOCAL: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_ten
 
 
 def _views(local: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
-    """As what each of them shows its memory; none is a DTensor."""
+    """Returns, in columns, how each tensor views its memory; none is a DTensor."""
     dtypes: list[torch.dtype] = list(map(_DTYPE, local))
     columns = (list(map(column, local)) for column in _COLUMNS)
     if not any(dtype.is_complex for dtype in {*dtypes}):  # no others can be conjugated
@@ -105,4 +105,4 @@ _COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
     torch.Tensor.stride,
     torch.Tensor.is_neg,
 )
-"""All of them functions of C."""
+"""All of them are functions of C."""

@@ -43,17 +43,21 @@ class RngState:
     def __init__(self) -> None:
         self._given: dict[str, torch.Tensor] = {}
         self.restored: LoadedRng | None = None
-        """What the generators were put back to, which counts whatever was drawn since; None: as they are."""
+        """What the generators were put back to, which is saved whatever was drawn since; None to save them as they
+        are."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors are the same at every call, and show the newest state, so a plan stays valid."""
+        """Returns the generators' states. The tensors are the same objects at every call, and hold the newest state, so
+        a plan stays valid."""
         state = capture()
         if self.restored is not None:
             state |= {name: kept for name, kept in self.restored.loaded().items() if name in state}
         for name, new in state.items():
             given = self._given.get(name)
             if given is None or given.shape != new.shape:
-                self._given[name] = new.clone()  # what was restored is put back later, whatever is saved meanwhile
+                self._given[name] = (
+                    new.clone()
+                )  # a copy: restored states are put back later, whatever is saved meanwhile
             else:
                 given.copy_(new)
         return {name: self._given[name] for name in state}
@@ -72,8 +76,8 @@ class LoadedRng:
         self._state: dict[str, torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """To be filled: in host memory, wherever the script has new tensors made."""
-        with suppress(UnsupportedState):  # then it cannot be put back, and nobody may ask for that
+        """Returns the tensors to fill: in host memory, wherever the script has new tensors made."""
+        with suppress(UnsupportedState):  # then it cannot be put back, but maybe nobody asks for that
             return capture()
         return {}
 
@@ -88,7 +92,7 @@ class LoadedRng:
         self._state = state
 
     def loaded(self) -> Mapping[str, torch.Tensor]:
-        """What `restore` puts back; empty where the step has none."""
+        """Returns what `restore` puts back; empty if the step has none."""
         return self._state or {}
 
     def restore(self) -> None:
@@ -108,10 +112,10 @@ class LoadedRng:
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """The state of every generator, in new CPU tensors. Draws nothing.
+    """Returns the state of every generator, in new CPU tensors. Draws nothing.
 
-    An accelerator that this process has not initialised is left out: nothing was drawn there. Raises
-    UnsupportedState when numpy's global generator is not its MT19937.
+    An accelerator that this process has not initialised is left out: nothing was drawn there. Raises UnsupportedState
+    if numpy's global generator is not its MT19937.
     """
     state = {"python": _tensor(python_bytes()), "numpy": _tensor(_numpy_bytes()), "torch": torch.get_rng_state()}
     module = _accelerator_module()
@@ -123,10 +127,10 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def restore(state: Mapping[str, torch.Tensor]) -> None:
-    """Puts every generator into the state given. The tensors are not kept.
+    """Puts every generator into the given state. The tensors are not kept.
 
-    All is checked before anything is set. A device that this process lacks is skipped with a warning. Raises
-    StateMismatch when a generator that every process has is missing, FormatError for bytes that are no state.
+    Everything is checked before anything is set. A device that this process lacks is skipped with a warning. Raises
+    StateMismatch if a generator that every process has is missing, FormatError for bytes that are no state.
     """
     missing = {"python", "numpy", "torch"} - state.keys()
     if missing:
@@ -146,11 +150,11 @@ def restore(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def derive(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A state for a rank that has none, made of another rank's.
+    """Returns a state for a rank that has none, made from another rank's.
 
-    Always the same for the same arguments; different for each rank given the same `state`, also in the 32 bits of a
-    seed that torch's CPU generator uses. The global generators are not touched. Devices that this process lacks are
-    left out.
+    It is always the same for the same arguments, and different for each rank given the same `state`, even in the 32
+    bits of a seed that torch's CPU generator uses. The global generators are not touched. Devices that this process
+    lacks are left out.
     """
     seeds = {name: _seed(state, name, rank) for name in state}
     derived = {
@@ -175,13 +179,13 @@ def _seed(state: Mapping[str, torch.Tensor], name: str, rank: int) -> int:
 
 
 def python_bytes(source: random.Random | None = None) -> bytes:
-    """The state of a generator, else of the global one."""
+    """Returns the state of a generator, or of the global one."""
     version, words, gauss = random.getstate() if source is None else source.getstate()
     return _PYTHON.pack(version, *words, gauss is not None, gauss or 0.0)
 
 
 def python_state(data: bytes) -> tuple[int, tuple[int, ...], float | None]:
-    """For `setstate()`. Raises FormatError for bytes that are no state."""
+    """Returns the arguments of `setstate()`. Raises FormatError for bytes that are no state."""
     version, *words, position, has_gauss, gauss = _unpack(_PYTHON, data, "python")
     if version != random.Random.VERSION:
         raise FormatError(f"random state of python: expected version {random.Random.VERSION}, got {version}")
@@ -242,7 +246,8 @@ def _other_devices(module: ModuleType) -> list[int]:
 
 
 def _present_devices(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of devices in `state` that this process has; the current one comes last, to win over its index."""
+    """Returns the names of devices in `state` that this process has; the current one comes last, to win over its
+    index."""
     names = sorted(state.keys() - {"python", "numpy", "torch"}, reverse=True)
     here = {_kind(), *(f"{_kind()}:{index}" for index in range(torch.accelerator.device_count()))} - {""}
     skipped = [name for name in names if name not in here]

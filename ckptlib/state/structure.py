@@ -1,10 +1,10 @@
-"""Whether `state_dict()` of a module would give the tensors that it gave before, told without calling it.
+"""Tells whether `state_dict()` of a module would return the same tensors as before, without calling it.
 
-torch's own `state_dict()` is a function of some dicts of each submodule and of hooks. Where every class has torch's own
-methods, every hook is one of torch's that is known here, and all of that holds the very same objects as before, it
-would give the same tensors under the same names. Of anything else nothing is known, and it is called.
+torch's own `state_dict()` is a function of some dicts of each submodule and of hooks. If every class has torch's own
+methods, every hook is one of torch's that is known here, and all of that holds the same objects as before, it would
+return the same tensors under the same names. Otherwise nothing is known, and it is called.
 
-Says nothing of where the tensors lie, of their views and dtypes: `.data` changes those in the same object.
+This says nothing of where the tensors lie, of their views and dtypes: `.data` changes those in the same object.
 """
 
 from __future__ import annotations
@@ -24,40 +24,43 @@ _SET = "_non_persistent_buffers_set"
 _TABLES = itemgetter(*_DICTS, _SET)
 _METHODS = attrgetter("state_dict", "_save_to_state_dict", "get_extra_state", "__getattribute__")
 _OWN_METHODS = ("state_dict", "_save_to_state_dict")
-"""Those that an instance may have for itself."""
+"""Methods that an instance may define for itself."""
 
 
 def _is_from(function: object, module: str) -> bool:
-    """Whether its code was read from that module's file: not put in place of it, whatever it calls itself."""
+    """Returns whether a function's code was read from that module's file: a replacement's was not, whatever it calls
+    itself."""
     code, source = getattr(function, "__code__", None), getattr(sys.modules.get(module), "__file__", None)
     return code is not None and code.co_filename == source
 
 
 _STOCK: tuple[object, ...] = _METHODS(nn.Module)
 if not all(_is_from(method, nn.Module.__module__) for method in _STOCK[:3]) or _STOCK[3] is not object.__getattribute__:
-    _STOCK = ()  # somebody replaced torch's own before: nothing is known of any class
+    _STOCK = ()  # somebody replaced torch's own before this: nothing is known of any class
 
 
 def _is_stock(cls: type) -> bool:
-    """Whether instances have torch's own `state_dict()`, and read the dicts that they have in their `__dict__`."""
+    """Returns whether instances have torch's own `state_dict()`, and read the dicts that they have in their
+    `__dict__`."""
     return _METHODS(cls) == _STOCK and not any(hasattr(cls, name) for name in (*_DICTS, _SET))
 
 
 class Structure:
-    """All that a module's `state_dict()` depends upon. Keeps it, so that no other object can be taken for it."""
+    """Everything that a module's `state_dict()` depends on. It is kept here, so that no other object can be taken for
+    it."""
 
     __slots__ = ("_classes", "_empty", "_entries", "_filled", "_groups", "_lengths", "_mixed", "_modules", "_tables")
 
     def __init__(self, modules: list[nn.Module], groups: list[Any]) -> None:
-        """`modules`: of the tree, each of them once. `groups`: of FSDP2, behind hooks."""
+        """`modules`: all modules of the tree, each once. `groups`: FSDP2's parameter groups, found by hooks."""
         self._modules, self._groups = modules, groups
         self._classes = list(map(type, modules))
         self._tables: list[Any] = []
         self._empty: list[Any] = []
         self._filled: list[Any] = []
         self._mixed: list[tuple[Any, Any, frozenset[str], list[object]]] = []
-        """Buffers of which some are not saved; the names of those, and as they were; the others. Memory of what is not
-        saved is not kept."""
+        """Dicts of buffers of which some are not saved; the names of those, now and as they were; the others. Memory of
+        unsaved buffers is not kept."""
         for attributes in map(vars, modules):
             own = _TABLES(attributes)
             buffers, names = attributes["_buffers"], attributes[_SET]
@@ -73,7 +76,7 @@ class Structure:
         self._entries = _entries(self._filled)
 
     def stands(self, top: nn.Module) -> bool:
-        """Whether it is that of `top` now, and calling its hooks would change nothing."""
+        """Returns whether `top` still has this structure, and calling its hooks would change nothing."""
         modules = self._modules
         if top is not modules[0]:
             return False
@@ -96,7 +99,8 @@ class Structure:
 
 
 def structure_of(top: nn.Module) -> Structure | None:
-    """None where something about it is not known, so that `state_dict()` must be called each time."""
+    """Returns a module's structure; None if something about it is not known, so that `state_dict()` must be called each
+    time."""
     modules: dict[int, nn.Module] = {}
     groups: dict[int, Any] = {}
     left: list[object] = [top]
@@ -121,17 +125,17 @@ def structure_of(top: nn.Module) -> Structure | None:
 
 
 def same(before: Sequence[object], now: Sequence[object]) -> bool:
-    """Whether both hold the very same objects, in the same order."""
+    """Returns whether both hold the same objects, in the same order."""
     return before is now or (len(before) == len(now) and all(map(is_, before, now)))
 
 
 def _entries(dicts: Iterable[dict[object, object]]) -> list[object]:
-    """Keys and values, of an `OrderedDict` in its own order."""
+    """Returns keys and values, in an `OrderedDict`'s own order."""
     return [*chain.from_iterable(dicts), *chain.from_iterable(map(methodcaller("values"), dicts))]
 
 
 def _saved(buffers: dict[str, object], names: Collection[str]) -> list[object]:
-    """Names and buffers, but those of these names."""
+    """Returns names and buffers, except those of these names."""
     return [one for name, buffer in buffers.items() if name not in names for one in (name, buffer)]
 
 
@@ -143,7 +147,7 @@ _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
 def _fsdp_group(hook: object) -> object | None:
-    """The group of parameters that this hook of FSDP2 has resharded, where they are not; None of any other hook."""
+    """Returns the parameter group that this hook of FSDP2 reshards when that is needed; None for any other hook."""
     fsdp: Any = sys.modules.get(_FSDP)
     if fsdp is None or not isinstance(hook, FunctionType) or not _is_from(hook, _FSDP):
         return None
@@ -160,12 +164,12 @@ _is_sharded: Callable[[object], bool] = attrgetter("is_sharded")
 
 
 def is_of_fsdp(hook: object) -> bool:
-    """Whether it is one of FSDP2's, which reshard parameters and make nothing."""
+    """Returns whether a hook is one of FSDP2's, which reshard parameters and make nothing."""
     return _fsdp_group(hook) is not None
 
 
 def _is_of_wrapper(hook: object) -> bool:
-    """Whether it takes the name of activation checkpointing out of the keys, and does nothing else."""
+    """Returns whether a hook removes the name of activation checkpointing from the keys, and does nothing else."""
     wrapper: Any = sys.modules.get(_WRAPPER)
     known = None if wrapper is None else wrapper.ActivationWrapper._post_state_dict_hook
     return hook is known and _is_from(hook, _WRAPPER)

@@ -1,8 +1,8 @@
-"""Tensor subclasses that name their inner tensors, by torch's protocol `__tensor_flatten__`.
+"""Takes tensor subclasses apart that name their inner tensors, by torch's protocol `__tensor_flatten__`.
 
-Their inner tensors are saved as tensors of their own; what the class adds, its kind, is saved to be compared, and never
-to make anything of: a load fills the inner tensors of an instance that is there. Classes of torch itself are not taken:
-those that follow the protocol stand for a value that is not there yet, or for several tensors.
+Their inner tensors are saved as tensors of their own. What the class adds, its kind, is saved only to be compared, and
+never used to make anything: a load fills the inner tensors of an existing instance. Classes of torch itself are not
+taken apart: those that follow the protocol stand for a value that is not there yet, or for several tensors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ckptlib.state.leaf import PLAIN, dtype_name, mesh_of, placements_of
 from ckptlib.state.places import own_part, places
 
 MAX_NESTED = 8
-"""Subclasses within subclasses."""
+"""The most levels of subclasses within subclasses."""
 _MAX_CONTEXT = 32
-"""Levels of a class's own context."""
+"""The most levels of a class's own context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +36,28 @@ class Apart:
     """An instance, taken apart."""
 
     kind: dict[str, Json]
-    """All but the inner tensors' data: equal of two instances that may be filled with each other's."""
+    """Everything except the inner tensors' data; equal for two instances that may be filled with each other's."""
     tensors: tuple[tuple[str, torch.Tensor], ...]
-    """The innermost, each with its path below the instance's name."""
+    """The innermost tensors, each with its path below the instance's name."""
     at: list[int] | None
-    """Of a DTensor's local tensor: this rank's coordinate in the mesh. Each rank has its own: no placement is known of
-    what it is made of."""
+    """For a DTensor's local tensor, this rank's coordinate in the mesh. Each rank has its own: no placement is known of
+    its inner tensors."""
 
     @property
     def tree(self) -> Json:
-        """As the layout has it."""
+        """The instance's entry in the layout."""
         return {"subclass": self.kind}
 
 
 def is_subclass(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Whether it can be taken apart: an instance of such a class, or a DTensor around one."""
+    """Returns whether a tensor can be taken apart: an instance of such a class, or a DTensor around one."""
     if type(tensor) in PLAIN:  # asked of each of thousands
         return False
     return isinstance(tensor, torch.Tensor) and _tells(type(own_part(tensor)))
 
 
 def any_subclass(tensors: Iterable[torch.Tensor]) -> bool:
-    """The same of thousands, at a tenth of a microsecond for each."""
+    """Returns whether any of thousands is such a tensor, at a tenth of a microsecond for each."""
     kinds = set(map(type, tensors))
     if any(issubclass(cls, DTensor) for cls in kinds):
         kinds |= {type(tensor._local_tensor) for tensor in tensors if isinstance(tensor, DTensor)}
@@ -73,7 +73,8 @@ def _tells(cls: type) -> bool:
 
 
 def apart(tensor: torch.Tensor, name: str) -> Apart:
-    """The instance as its kind and its inner tensors. Raises UnsupportedState, by name, for what cannot be told."""
+    """Returns the instance as its kind and its inner tensors. Raises UnsupportedState, by name, if it cannot be
+    described."""
     found: list[tuple[str, torch.Tensor]] = []
     kind = _kind(own_part(tensor), "", name, found, 0)
     at = None
@@ -120,7 +121,7 @@ def _kind(
         "class": cls,
         "dtype": dtype_name(tensor),
         "shape": list(tensor.shape),
-        # of a dim with one index it means nothing
+        # for a dim with one index it means nothing
         "stride": [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)],
         "context": json.dumps(_told(context, name, cls, 0), separators=(",", ":")),
         "tensors": inner,
@@ -128,14 +129,14 @@ def _kind(
 
 
 def class_name(cls: type) -> str:
-    """With its module."""
+    """Returns a class's name with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _told(value: object, name: str, cls: str, depth: int) -> Json:
-    """What a class says of itself, in a form that differs where it does. Nothing is ever made of it.
+    """Returns what a class says of itself, in a form that differs if that differs. Nothing is ever made of it.
 
-    A device counts for nothing, as it does for plain tensors.
+    A device is left out, as it is for plain tensors.
     """
     if depth > _MAX_CONTEXT:
         raise UnsupportedState(f"{name}: the context of {cls} is nested deeper than {_MAX_CONTEXT} levels")
@@ -173,18 +174,18 @@ def _told(value: object, name: str, cls: str, depth: int) -> Json:
 
 
 def place_name(name: str) -> str:
-    """Of the value that keeps `Apart.at`. It is in no layout, which would be another for each rank then."""
+    """Returns the name of the value that keeps `Apart.at`. It is in no layout: that would be another for each rank."""
     return f"{name}/@at"
 
 
 def kind_in(tree: object) -> dict[str, Any] | None:
-    """The kind in what a layout keeps under a name; None for what is none."""
+    """Returns the kind in what a layout keeps under a name; None if there is none."""
     kind = tree.get("subclass") if isinstance(tree, dict) else None
     return kind if isinstance(kind, dict) else None
 
 
 def difference(target: Mapping[str, Json], saved: Mapping[str, Json]) -> str | None:
-    """Where an instance is not as the saved one was, for people; None where it is."""
+    """Returns how an instance differs from the saved one, for people; None if it does not."""
     if _text(target) == _text(saved):
         return None
     keys = [key for key in sorted({*target, *saved}) if _text(target.get(key)) != _text(saved.get(key))]
@@ -203,7 +204,7 @@ def _brief(tree: object) -> str:
 
 
 def like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Another instance as this one, each innermost tensor made by `make` of the one that is here."""
+    """Returns another instance like this one, with each innermost tensor made by `make` from this one's."""
     if isinstance(tensor, DTensor):
         return placed_like(tensor, like(tensor._local_tensor, make))
     if not is_subclass(tensor):
@@ -215,16 +216,16 @@ def like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def nature(kind: Mapping[str, Json]) -> str:
-    """What instances of other shapes, or placed otherwise, have in common: class, context, dtype, what is inside."""
+    """Returns what instances of other shapes or placements have in common: class, context, dtype, inner tensors."""
     return _text({key: kind.get(key) for key in ("class", "context", "dtype", "tensors")})
 
 
 def another(
     known: torch.Tensor, param: torch.Tensor, make: Callable[[str, torch.Tensor], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """An instance of the nature of one that is here, shaped and placed as a parameter; None where that cannot be made.
+    """Returns an instance with the nature of `known`, shaped and placed as a parameter; None if that cannot be made.
 
-    `make`: an inner tensor, by its name and the one that is here; none for subclasses within each other.
+    `make`: makes an inner tensor, from its name and the known one; None for subclasses within each other.
     """
     local, like_this = own_part(param), own_part(known)
     keys, context = like_this.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -237,7 +238,7 @@ def another(
 
 
 def plain_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor of a parameter's shape, placed as it is, of no class of its own."""
+    """Returns an empty plain tensor with a parameter's shape and placement."""
     if not is_subclass(param):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     local = own_part(param)
@@ -245,7 +246,7 @@ def plain_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor around this rank's own, where the other is one."""
+    """Returns a DTensor around this rank's own tensor if the other is a DTensor."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(

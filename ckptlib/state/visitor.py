@@ -1,6 +1,6 @@
 """The kinds of things that a state is made of, each with the one method that a walk over a state has for it.
 
-Saving and loading both walk a state by a `Visitor`, so that they agree on what is what, and on every name.
+Saving and loading both walk a state by a `Visitor`, so they agree on what is what, and on every name.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Given = TypeVar("Given")
 class Visitor(ABC, Generic[Given]):
     """A walk over a state: one method for each kind of thing, which is given its path.
 
-    Modules come after all that stands beside them, and optimizers after the modules, which name their parameters.
-    Raises UnsupportedState for optimizers and data loaders that cannot be saved, and for a nesting without an end.
+    Modules come after everything beside them, and optimizers after the modules, which name their parameters. Raises
+    UnsupportedState for optimizers and data loaders that cannot be saved, and for a nesting without end.
     """
 
     def __init__(self) -> None:
         self._modules: list[tuple[nn.Module, str, Given]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, str, Given]] = []
         self._known: set[int] = set()
-        """By id: these optimizers."""
+        """The ids of these optimizers."""
 
     def visit(self, state: object, given: Given) -> None:
         self._collect(state, "", given)
@@ -92,16 +92,16 @@ class Visitor(ABC, Generic[Given]):
         refuse_hidden(optimizer, path, self._known)
 
     def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
-        """Those of a list or tuple that are walked."""
+        """Returns the entries of a list or tuple that are walked."""
         return node
 
     @abstractmethod
     def below_per_rank(self, given: Given) -> Given:
-        """The context inside a PerRank."""
+        """Returns the context inside a PerRank."""
 
     @abstractmethod
     def below(self, container: object, given: Given) -> Callable[[object], Given]:
-        """The context of an entry of a mapping, list or tuple, by its key or index."""
+        """Returns a function from the key or index of an entry to its context."""
 
     def add_entries(self, node: Mapping[object, object], path: str, given: Given) -> bool:
         """May add all entries of a mapping at once. Returns whether it did; else they are visited one by one."""
@@ -113,29 +113,31 @@ class Visitor(ABC, Generic[Given]):
 
     @abstractmethod
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Given) -> None:
-        """One that stands by itself: of a subclass, a DTensor, one that was cut by hand, or an ordinary one."""
+        """Adds a tensor that stands by itself: of a subclass, a DTensor, one that was cut by hand, or an ordinary
+        one."""
 
     @abstractmethod
     def add_module(self, module: nn.Module, path: str, given: Given) -> None: ...
 
     @abstractmethod
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, given: Given) -> None:
-        """torch's own, without what wraps it."""
+        """Adds an optimizer of torch, without its wrappers."""
 
     @abstractmethod
     def add_generator(self, generator: torch.Generator, path: str) -> None: ...
 
     @abstractmethod
     def add_stateful(self, node: Any, path: str, given: Given) -> None:
-        """Any other object with `state_dict()` and `load_state_dict()`, and a generator that is not torch's."""
+        """Adds any other object with `state_dict()` and `load_state_dict()`, and a generator that is not torch's."""
 
     @abstractmethod
     def add_plain(self, value: object, path: str, given: Given) -> None:
-        """Whatever is none of these: a value, or nothing that can be saved."""
+        """Adds anything else: a plain value, or something that cannot be saved."""
 
 
 def checked_key(key: object, path: str) -> object:
-    """Raises UnsupportedState for a key whose text another process would not give: no load would find that name."""
+    """Returns a dict's key. Raises UnsupportedState if another process would give it another text: no load would find
+    that name."""
     if type(key) is str:  # nearly all
         return key
     if isinstance(key, (torch.Tensor, nn.Module)) or f"0x{id(key):x}" in str(key) or _is_in_any_order(key):
@@ -148,7 +150,7 @@ def checked_key(key: object, path: str) -> object:
 
 
 def _is_in_any_order(key: object) -> bool:
-    """Whether a key has a set in it whose text is another one in each process, as that of a set of texts is."""
+    """Returns whether a key has a set in it whose text is another one in each process, as that of a set of texts is."""
     if not isinstance(key, (tuple, frozenset)):
         return False
     has_order = isinstance(key, tuple) or len(key) < 2 or all(map(_is_hashed_alike, key))
@@ -156,38 +158,39 @@ def _is_in_any_order(key: object) -> bool:
 
 
 def _is_hashed_alike(item: object) -> bool:
-    """Whether each process has the same hash of it, as of numbers, by which it has its place in a set."""
+    """Returns whether each process has the same hash of an item, as of numbers; the hash gives it its place in a
+    set."""
     return all(map(_is_hashed_alike, item)) if isinstance(item, (tuple, frozenset)) else isinstance(item, Number)
 
 
 SCALARS = frozenset([int, float, str, bool, type(None)])
-"""Types of the commonest plain values."""
+"""The types of the commonest plain values."""
 
 
 def are_scalars(nodes: Iterable[object]) -> bool:
-    """Whether all are plain values of the commonest types. Quick: a history may have a million of them."""
+    """Returns whether all are plain values of the commonest types. Quick: a history may have a million of them."""
     return SCALARS.issuperset(map(type, nodes))
 
 
 def is_plain(node: object) -> bool:
-    """Whether it is neither walked nor asked for its state."""
+    """Returns whether a value is neither walked nor asked for its state."""
     kinds = (torch.Tensor, Sharded, PerRank, nn.Module, torch.optim.Optimizer, torch.Generator, Mapping, list, tuple)
     return not isinstance(node, kinds) and type(node) not in GENERATORS and not is_stateful(node)
 
 
 def is_stateful(node: object) -> bool:
-    """Whether an object gives and takes its state."""
+    """Returns whether an object gives and takes its state."""
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
 def has_own_state(node: object) -> bool:
-    """Whether a dict is of a class that gives and takes its state. The class is asked: some dicts make an entry of
-    whatever they are asked for."""
+    """Returns whether a dict is of a class that gives and takes its state. The class is asked: some dicts make an entry
+    of whatever they are asked for."""
     return type(node) is not dict and is_stateful(type(node)) and not is_tensor_dict(node)
 
 
 def check_depth(node: object, path: str) -> None:
-    """Raises UnsupportedState for a state that is nested without an end."""
+    """Raises UnsupportedState for a state that is nested without end."""
     if path.count("/") > MAX_DEPTH and isinstance(node, (Mapping, list, tuple)):
         raise too_deep(path)
 

@@ -1,4 +1,4 @@
-"""Modules that wrap another one, and names without them.
+"""Recognises modules that wrap another one, and names without them.
 
 Wrappers are known by their type and never by a piece of a name, so a user's own layer called "module" keeps its name.
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """The attribute in which a wrapper keeps the module it wraps; None for what is no wrapper."""
+    """Returns the attribute in which a wrapper keeps the module it wraps; None if this is no wrapper."""
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -24,7 +24,7 @@ def inner_name(module: nn.Module) -> str | None:
 
 
 def canonical(module: nn.Module, key: str) -> str:
-    """The name without wrappers. A wrapper's own hooks may have dropped its segment already."""
+    """Returns the name without wrappers. A wrapper's own hooks may have dropped its segment already."""
     names, segments = [], key.split(".")
     at: nn.Module | None = module
     while segments:
@@ -41,11 +41,12 @@ def canonical(module: nn.Module, key: str) -> str:
 
 
 def submodule_of(module: nn.Module, name: str) -> nn.Module | None:
-    """The child of that name, if there is one. What holds those of a ScriptModule is no dict, and has no `get`."""
+    """Returns the child of that name, if there is one. The children of a ScriptModule are no dict, and have no
+    `get`."""
     children = module._modules
     return children[name] if name in children else None  # noqa: SIM401
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a key of `state_dict()` is what a module's `get_extra_state()` gave."""
+    """Returns whether a key of `state_dict()` is that of a module's `get_extra_state()`."""
     return name.rpartition(".")[2] == "_extra_state"
