@@ -38,8 +38,9 @@ PRELOADED = "ckptlib.policy.forkserver"
 def outlast_signals(worker: int) -> None:
     """A `worker_init_fn` for any DataLoader: SIGTERM and SIGUSR1 leave the worker alone.
 
-    Another SIGTERM ends it that comes ten seconds after the first or later, and so do ten minutes. The trainer kills it
-    as it exits, by its name: give it no other one behind this. `resumable` gives this to its loader.
+    A worker ends ten minutes after its first SIGTERM, or with another one that comes at least ten seconds after the
+    first. The trainer kills it when it exits, and finds it by its process name: do not rename it after this.
+    `resumable` gives this to its loader.
     """
     if multiprocessing.parent_process() is not None and _has_taken_name():
         for number in TOLD_BY:  # by handlers: processes that the worker starts inherit none, nor a blocked signal
@@ -129,5 +130,5 @@ def _kill_at_end(_: object) -> None:
 
 
 _kill_at_end(None)
-have_forkserver_outlast()  # before a loader with plain `outlast_signals` starts it
+have_forkserver_outlast()  # before a loader with plain `outlast_signals` starts the fork server
 register_after_fork(_kill_at_end, _kill_at_end)  # a child of multiprocessing begins without its parent's

@@ -13,11 +13,12 @@ from ckptlib.data.stream import StreamLoader
 
 
 def resumable(loader: DataLoader[Any]) -> ResumableLoader:
-    """The same batches, as an object for a Checkpointer's state: after a restart it gives the batches that follow.
+    """Returns the same batches, as an object for a Checkpointer's state: after a restart it gives the batches that
+    follow.
 
-    `loader`: torch's own DataLoader, with any workers and any prefetching. Of a data set with a length: each item once
-    per epoch, also when the world size changes within it; the loader takes a ResumableSampler as its batch_sampler. Of
-    an IterableDataset: while world size and workers stay as they are.
+    `loader`: torch's own DataLoader, with any workers and any prefetching. With a data set that has a length, each item
+    comes once per epoch, also when the world size changes within it; the loader takes a ResumableSampler as its
+    batch_sampler. With an IterableDataset, that holds while world size and workers stay as they are.
     """
     if callable(getattr(loader, "state_dict", None)):
         raise TypeError(

@@ -48,7 +48,7 @@ class Exports:
 
     def __init__(self, export: Export | None, session: Session) -> None:
         self._export = None
-        if export is not None and session.group.rank == 0:  # the training may go to another directory
+        if export is not None and session.group.rank == 0:  # training may change the working directory
             self._export = replace(export, out=Path(export.out).absolute())
         self._session = session
         self._watched: deque[Pending] = deque()
@@ -90,7 +90,7 @@ class Exports:
         """
         if self._export is None:
             return
-        if self._taken is None or self._taken.step < step:  # `save` and `after_step` may come by with the same step
+        if self._taken is None or self._taken.step < step:  # `save` and `after_step` may come with the same step
             self._owed = self._owed or self._is_due(step)
         self._watch(last)
         self._see_watched()

@@ -32,7 +32,7 @@ class News:
         if self._rank == 0 and event["event"] in ("committed", "failed") and event["save"] not in self._ended:
             told = {name: str(event[name])[:most] for name, most in TOLD.items() if name in event}
             self._notices.leave(json.dumps(told))
-            self._ended.append(event["save"])  # not before: after Ctrl-C within, the event comes again
+            self._ended.append(event["save"])  # only now: after Ctrl-C above, the event comes again
 
     def of(self, save: str) -> Mapping[str, object] | None:
         """Returns the event that ended a save, if rank 0 has left it. Returns at once."""

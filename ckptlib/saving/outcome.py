@@ -185,7 +185,7 @@ class Outcomes:
             if not event.get("seen"):
                 self._snapshots.released(key)
                 self.tier.note_failed(keys.parse_save(key).step)
-            if outcome is None:  # it is known already
+            if outcome is None:  # its outcome is known already
                 return
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), "in_doubt" in event)
@@ -295,7 +295,7 @@ class Outcomes:
         step, deadline = outcome.save.step, time.monotonic() + timeout_s
         self._wait_saved(outcome, staging, timeout_s)
         while not outcome.local:
-            writes = self._snapshots.is_persisting(str(outcome.save))  # looked at first: another thread may take note
+            writes = self._snapshots.is_persisting(str(outcome.save))  # read first: another thread may note it
             if outcome.error is not None and not writes and not outcome.local:
                 raise outcome.error
             if time.monotonic() > deadline:

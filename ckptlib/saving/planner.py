@@ -129,7 +129,7 @@ class Planner:
     def agree(self, flat: Flat, rows: dict[str, Row]) -> Plan:
         """Returns the plan that follows from all ranks' descriptions. Collective. Raises on all ranks if they do not
         agree."""
-        self.must_compare = True  # until it is done
+        self.must_compare = True  # stays so if this fails
         agreement = agree(flat.leaves, rows, self._group)
         known = self._known(flat) if agreement == self._agreement else None
         self._agreement = agreement

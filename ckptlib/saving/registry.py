@@ -149,7 +149,7 @@ class Registry:
             if session.closed or not session.group.any(session.outcomes.may_be_asked()):
                 if session.place is not None:
                     self._places[other] = session.place
-                session.writer.hurries = True  # the training stands still; the writer goes on with its sweep alone
+                session.writer.hurries = True  # training stands still; the writer finishes its sweep alone
                 self._close_sessions([other], SAVE_DEADLINE)
 
     def newest_step(self, url: str, over: dist.ProcessGroup | None) -> int | None:

@@ -155,7 +155,7 @@ def _git(directory: Path, deadline: float, *arguments: str) -> str | None:
     try:
         printed, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes it has started
         log.warning("the git revision is not recorded: git %s took longer than %.0f s", arguments[0], GIT_S)
         return None
     return printed.decode(errors="replace") if process.returncode == 0 else None

@@ -322,13 +322,13 @@ class Session:
         return digests.begin(number, whole=number % WHOLE_EVERY == 0)
 
     def _on_begun(self, staging: Staging) -> None:
-        """From the staging thread."""
+        """Tells the writer of a snapshot that is about to be copied. From the staging thread."""
         save = staging.content.header.save
         if save in self._to_persist:
             self.writer.tell_expected(save)
 
     def _on_sealed(self, staging: Staging) -> None:
-        """From the staging thread."""
+        """Hands a sealed snapshot to the writer, or tells it of a failed one. From the staging thread."""
         save = staging.content.header.save
         staging.slot.unlock()
         if save not in self._to_persist:
@@ -351,7 +351,7 @@ class Session:
         self.owner.let_go()
         self.stopwatch.close(clean)
         self.stager.close()
-        self.planner.forget_tensors()  # a session goes when garbage is collected; nobody's model waits for that
+        self.planner.forget_tensors()  # the session lives until it is garbage collected; the model must not
         self.memo = Memo()
         try:
             self.outcomes.poll()

@@ -65,9 +65,9 @@ class Settings:
     """The user's config, encoded; None to record none."""
     record_code: bool = False
     peers: Peers | None = None
-    """None if snapshots serve storage only."""
+    """Whether other ranks keep replicas of snapshots, and how; None if snapshots serve storage only."""
     local: LocalTier | None = None
-    """None if saves go to the store at once."""
+    """The local tier; None if saves go to the store at once."""
     must_resume: bool = False
     """The run must have steps: if none is found, it does not begin anew."""
     resumable: Resumable | None = None

@@ -32,7 +32,7 @@ class Shared:
     leaf: int
     piece: int
     region: Box
-    """In the tensor's global coordinates: the piece, or its overlap with those of others."""
+    """The box in the tensor's global coordinates: the piece, or its overlap with those of others."""
 
     def tensor(self, leaves: Sequence[Leaf]) -> torch.Tensor:
         """Returns this rank's data, as a detached view of the region's shape."""

@@ -39,7 +39,7 @@ class Begun:
 
     step: int
     staging: Staging | None
-    """None if it failed on this rank before anything was copied."""
+    """The copy on this rank; None if it failed before anything was copied."""
     persists: bool
     """Whether it goes to the store; if not, it is for memory only."""
     replicas: ReplicaOutcome | None
@@ -194,7 +194,7 @@ class Snapshots:
         return [*self._persisting.values(), *unsettled, *bases]
 
     def is_persisting(self, save: str) -> bool:
-        """Whether the writer has yet to let go of the slot of this save."""
+        """Returns whether the writer has yet to let go of the slot of this save."""
         return save in self._persisting
 
     @property

@@ -85,7 +85,7 @@ class Stopwatch:
     def _go_on(self, now: float) -> None:
         if self._stalls == 1:
             self._stalled_s += now - self._stall_began
-        self._stalls = max(self._stalls - 1, 0)  # whoever was interrupted may not have come to count it
+        self._stalls = max(self._stalls - 1, 0)  # an interrupted caller may not have counted its stall
 
     def begin_step(self, step: int, fence_s: float) -> None:
         """Notes that `step` steps are done; called by `after_step`. `fence_s`: seconds waited at the fence so far.

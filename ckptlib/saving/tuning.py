@@ -33,7 +33,7 @@ class Kind:
     noun: str
     cadence: Cadence
     account: Account | None
-    """None if it keeps to no overhead."""
+    """The measurements of its saves; None if it keeps to no overhead."""
     under_way: Callable[[], Collection[Hashable]]
     """Returns this rank's saves of this kind that have not ended."""
     said: tuple[int, str] = 0, ""

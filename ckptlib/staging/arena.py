@@ -92,7 +92,7 @@ class Arena:
         """Makes one more slot than needed, in the background: nobody waits for it, and without room there is none. A
         later call tries again once there is room: after a restart, the slots of the job before are still there."""
         capacity = max((slot.capacity for slot in self._slots), default=0)
-        level = logging.WARNING if self._growing is None else logging.INFO  # a quota is met at each try, unseen
+        level = logging.WARNING if self._growing is None else logging.INFO  # a quota fails each try, unforeseen
 
         def make() -> None:
             try:

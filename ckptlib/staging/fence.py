@@ -168,7 +168,7 @@ def wait_for_copies() -> None:
             fence.drain()
 
 
-# what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds
+# the mark that torch.compiler.disable sets; calling that would import all of dynamo, which takes seconds
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 

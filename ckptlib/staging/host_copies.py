@@ -19,7 +19,7 @@ class HostCopies:
         self._samples = [part.windows.look(random, scratch) for part in self._parts]
 
     def __bool__(self) -> bool:
-        """Whether there are any copies to make."""
+        """Returns whether there are any copies to make."""
         return bool(self._parts)
 
     def move(self) -> None:

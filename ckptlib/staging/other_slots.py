@@ -131,7 +131,8 @@ class OtherSlots:
             return [slot.path for slot in left_behind]
 
     def _is_later(self, path: Path) -> bool:
-        """By its name, whose numbers have fixed width. Generations that began at one time may have one number."""
+        """Returns whether a path is of a later generation, by its name, whose numbers have fixed width. Generations
+        that began at one time may have one number."""
         own = f"{self._generation.number:06d}"
         return path.name.removeprefix(self._root_prefix)[: len(own)] > own
 

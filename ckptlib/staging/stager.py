@@ -287,7 +287,7 @@ class Stager:
         if reading is not None:
             reading.let_go()
         self._on_sealed(staging)
-        staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
+        staging._sealed.set()  # last: a process that waited may be killed at once; the writer has its order
 
     def forget_tensors(self) -> None:
         """Forgets all tensors: the next snapshot looks up all that it copies, and takes memory of devices anew. Only

@@ -264,7 +264,7 @@ _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tup
 
 def has_tensor(node: object, depth: int = 0) -> bool:
     """Returns whether a tensor lies anywhere in nested containers; also True for a nesting without end."""
-    if type(node) in SCALARS:  # first: a type asks Python whether it is a mapping
+    if type(node) in SCALARS:  # first: the check for a mapping runs Python code
         return False
     if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
         return True

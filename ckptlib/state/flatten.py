@@ -226,7 +226,7 @@ class _Walk(Visitor[bool], Collector):
     def _take(self, key: tuple[str, bool], add: Callable[[_Walk], None]) -> None:
         self.sections.add(key)
         made = self._memo.sections[key].made
-        if not self.findings.take(made):  # ties, or names that stand twice
+        if not self.findings.take(made):  # ties, or names that occur twice
             add(self)
 
     @override

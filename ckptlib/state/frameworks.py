@@ -129,7 +129,7 @@ def _put_to_place(loader: Any, state: object) -> None:
     loader.load_state_dict(state)
     loader._iter_for_state_dict, loader.restart_on_stop_iteration = False, False
     try:
-        iterator = kind.__iter__(loader)  # a class that inherits may put a generator around it, which runs later
+        iterator = kind.__iter__(loader)  # a subclass may wrap it in a generator, which runs later
     finally:
         loader.restart_on_stop_iteration = restarts
     iterator._cached_state_dict = None
@@ -137,7 +137,7 @@ def _put_to_place(loader: Any, state: object) -> None:
 
     def first() -> object:
         del iterator.next
-        loader._iter_for_state_dict = False  # one who had this iterator before has not called iter() since
+        loader._iter_for_state_dict = False  # a caller that already had this iterator has not called iter() since
         try:
             return iterator.next()
         except StopIteration:

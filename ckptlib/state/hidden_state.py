@@ -99,7 +99,7 @@ def _is_stock(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _more(saved: Sequence[torch.optim.Optimizer], told: Mapping[str, object]) -> list[str]:
-    """The keys that only `state_dict()` has, wherever it has them: some give an entry in another shape."""
+    """Returns the keys that only `state_dict()` has, wherever it has them: some return an entry in another shape."""
     more = [str(key) for key in told if key not in _SHOWN]
     entries, groups = told.get("state"), told.get("param_groups")
     if isinstance(entries, Mapping):
@@ -110,7 +110,7 @@ def _more(saved: Sequence[torch.optim.Optimizer], told: Mapping[str, object]) ->
 
 
 def _keys(entries: Iterable[object]) -> set[str]:
-    """The innermost."""
+    """Returns the innermost keys of entries."""
     found: set[str] = set()
     for entry in entries:
         for key, value in entry.items() if isinstance(entry, Mapping) else ():

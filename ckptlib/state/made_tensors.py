@@ -120,7 +120,7 @@ def _is_made(value: torch.Tensor, memory: set[int], path: str) -> bool:
         return True
     local = own_part(value)
     if type(local) not in PLAIN and not is_subclass(local):
-        return isinstance(value, DTensor)  # a result of communication; of other kinds nothing is known
+        return isinstance(value, DTensor)  # a result of communication; nothing is known of other kinds
     return any(part.numel() and part.untyped_storage().data_ptr() not in memory for part in _plain(local, path))
 
 

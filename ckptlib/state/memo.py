@@ -148,9 +148,9 @@ class Memo:
         self.sections: dict[tuple[str, bool], Section[Found]] = {}
         """Sections by path, and whether they are per rank."""
         self.modules: dict[tuple[str, bool], KnownModule] = {}
-        """By the same."""
+        """Known modules, by the same."""
         self.optimizers: dict[tuple[str, bool], KnownOptimizer] = {}
-        """By the same."""
+        """Known optimizers, by the same."""
 
     def let_go(self) -> None:
         """Drops all leaves except those of sections."""

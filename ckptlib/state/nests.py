@@ -26,7 +26,7 @@ def is_nest(node: object) -> bool:
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
         return _comes_back(node)
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
-        # keys first: of dicts within dicts by text, the values would be looked through anew at each level
+        # keys first: in nested dicts with text keys, values would be searched anew at each level
         return not node or (not all(map(is_text, node)) and _are_keys(node) and all(map(_comes_back, node.values())))
     return False
 

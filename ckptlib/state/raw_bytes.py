@@ -29,5 +29,5 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a tensor that `is_bytes`, as a 1-d view of dtype uint8, whatever the dtype."""
-    # not view(-1): a dim of size 1 may have any stride, and view(dtype) minds it
+    # not view(-1): a dim of size 1 may have any stride, which view(dtype) checks
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
