@@ -98,9 +98,7 @@ class Exports:
 
     def _watch(self, last: Pending | None) -> None:
         """Takes the latest save as the one to export, if an export is owed and that save goes to the store."""
-        if (
-            last is not None and last.drains and last.save != self._seen
-        ):  # a save on local disks may still be drained later
+        if last is not None and last.drains and last.save != self._seen:  # a local save may be drained later
             self._seen = last.save
             if self._owed:
                 self._watched.append(last)

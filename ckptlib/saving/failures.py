@@ -21,7 +21,7 @@ class FailureRun:
 
     def fail(self, now: float, error: Exception, is_local: bool = False) -> None:
         """Notes another failed save. `now`: seconds, by a clock that never goes back. `is_local`: it failed in the
-        store only, and is durable on a local disk, so the failures count from now on."""
+        store only, and is durable on a local disk, so the failures last no longer than from now on."""
         if not self.count or is_local:
             self._first = now
         self.count += 1

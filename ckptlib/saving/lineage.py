@@ -146,7 +146,7 @@ class Lineage:
         return left
 
     def begin(self, writer: Writer, step: int) -> None:
-        """Tells the writers, before this job's first snapshot, of `step`, that it begins; rank 0's writer puts the
+        """Tells the writers that this generation begins, before its first snapshot, of `step`. Rank 0's writer puts its
         record.
 
         That comes before anything of this generation can be committed. From then on, older generations may commit only
@@ -154,9 +154,7 @@ class Lineage:
         """
         if self.began and not self._again:
             return
-        continues = (
-            self.resumed_from is None or self.resumed_from.step > step
-        )  # later saves there would mix with the steps that follow it
+        continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
         order = BeginOrder(
             record,

@@ -105,7 +105,7 @@ class Outcomes:
         self._asked_for.add(outcome)
 
     def drain(self, outcome: Outcome) -> None:
-        """Sends a save to the store after all, once it is on the disks of all ranks."""
+        """Sends a save that is on the disks of all ranks to the store after all."""
         self.expect(outcome)
         self._writer.drain(outcome.save)
         if outcome.callbacks:

@@ -136,7 +136,7 @@ def revision(directory: Path) -> Json:
 
 
 def _git(directory: Path, deadline: float, *arguments: str) -> str | None:
-    """Returns git's output; None if it fails, is not there, or takes too long, when it is killed."""
+    """Returns git's output; None if it fails, is not there, or takes too long: then it is killed."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

@@ -58,7 +58,7 @@ from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe
 
 WHOLE_EVERY = 20
-"""After this many saves, all replicated tensors are digested whole, those of optimizers too."""
+"""Once in this many saves, all replicated tensors are digested whole, those of optimizers too."""
 
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()

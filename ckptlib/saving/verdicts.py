@@ -67,7 +67,7 @@ class Verdicts:
         self._snapshots.void(ballot.step)
         if ballot.persists:
             self._outcomes.tier.void(ballot.step)
-        if ballot.number > self._compared:  # else ranks have compared since
+        if ballot.number > self._compared:  # else the ranks have compared a later save
             self._planner.must_compare = True
             self._differing.append(ballot)
         error = ReplicasDiffer(

@@ -177,10 +177,7 @@ class Devices:
             ]
             return DeviceCopies(lane, works, memory)
         except BaseException:
-            for stream in (
-                lane.copy,
-                lane.link,
-            ):  # copies in flight still write to a slot and memory that are free next
+            for stream in (lane.copy, lane.link):  # copies in flight write to a slot and memory that are free next
                 accelerator.wait(stream.record_event())
             if memory is not None:
                 memory.busy = False

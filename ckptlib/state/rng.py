@@ -55,9 +55,7 @@ class RngState:
         for name, new in state.items():
             given = self._given.get(name)
             if given is None or given.shape != new.shape:
-                self._given[name] = (
-                    new.clone()
-                )  # a copy: restored states are put back later, whatever is saved meanwhile
+                self._given[name] = new.clone()  # restored states are put back later, whatever is saved meanwhile
             else:
                 given.copy_(new)
         return {name: self._given[name] for name in state}
