@@ -94,7 +94,7 @@ class Fence:
         self.wait()
 
     def guard(self, pending: Fenced) -> None:
-        """Closes the fence until the copy is done; also for copies that it is closed for already."""
+        """Closes the fence until this copy, and each that it is closed for already, is done."""
         with self._lock:  # if no hook fires, nobody else drops finished copies
             self._pending = [*(copy for copy in self._pending if not copy.copied), pending]
 
