@@ -12,19 +12,19 @@ from ckptlib.stores.base import Counted, Entry, InPlace, LateHead, Store, check_
 __all__ = ["Counted", "Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store", "url_text"]
 
 _LOCAL = ("file", "local")
-"""fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
+"""Schemes of local paths. fsspec knows both, too; its own filesystem flushes nothing and puts nothing whole."""
 
 _S3 = ("s3", "s3a")
 _BUCKETS = (*_S3, "gs", "gcs", "az", "abfs", "abfss")
 _CLIENTS = ("s3fs", "obstore", "fsspec")
 
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
-"""How a URL begins that went through pathlib; a drive of Windows has one letter."""
+"""Matches the beginning of a URL that went through pathlib; a drive of Windows has one letter."""
 
 
 def url_text(url: str | Path) -> str:
-    """Raises TypeError for what names no place, such as the None of a variable that is not set: `str` would make a
-    directory of it."""
+    """Returns the URL as text. Raises TypeError for what names no place, such as the None of a variable that is not
+    set: `str` would make a directory of it."""
     if not isinstance(url, (str, os.PathLike)):
         raise TypeError(
             f"the URL of a root is a path, or a URL such as 's3://bucket/run7'; got {type(url).__name__}. If it comes "
@@ -34,8 +34,8 @@ def url_text(url: str | Path) -> str:
 
 
 def absolute(url: str | Path) -> str:
-    """The URL that names the same place from any working directory, and in the writer's process; one for all spellings
-    of a path, but for links."""
+    """Returns the URL that names the same place from any working directory, and in the writer's process. It is the same
+    for all spellings of a path, but for links."""
     text = url_text(url)
     scheme, path = _split(text)
     if scheme in _LOCAL and path:
@@ -44,7 +44,7 @@ def absolute(url: str | Path) -> str:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Scheme and the rest; a path is of the scheme "file"."""
+    """Returns the scheme and the rest; a path has the scheme "file"."""
     if url[-1:].isspace():  # another job, which strips it, would find another root
         raise ValueError(f"{url!r} ends with white space, such as the line end of a file it was read from: strip it")
     if lost := _LOST_SLASH.match(url):

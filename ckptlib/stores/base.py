@@ -20,10 +20,10 @@ _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_KEY_LENGTH = 512
 
 _COMPRESSED = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
-"""Encodings of HTTP. Some servers tell aws-chunked, of plain bytes."""
+"""HTTP's encodings that compress. Some servers report aws-chunked for plain bytes."""
 
 MAX_WHOLE_NBYTES = 2**30
-"""Of an object that is read to its end: only documents are, and no document is larger."""
+"""Most bytes of an object that is read to its end: only documents are, and no document is larger."""
 
 
 def check_key(key: str) -> str:
@@ -55,7 +55,7 @@ def check_range(offset: int, nbytes: int | None) -> None:
 
 
 def as_bytes(data: Buffer) -> memoryview:
-    """The memory of `data` as a flat view of bytes; nothing is copied."""
+    """Returns the memory of `data` as a flat view of bytes; nothing is copied."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses a zero in the shape
 
@@ -75,7 +75,7 @@ def taken(where: str) -> ObjectExists:
 
 
 def check_plain(where: str, encoding: str | None) -> None:
-    """Raises StoreError for an object in another encoding than it was put in, as a proxy gives it that compresses: the
+    """Raises StoreError for an object in another encoding than it was put in, as from a proxy that compresses: the
     store is well, and what came would be taken for damage."""
     several = (encoding or "").lower().split(",")
     if any(one.strip() in _COMPRESSED for one in several):
@@ -94,7 +94,7 @@ def never_ends(where: str, doing: str) -> StoreError:
 
 
 def range_nbytes(where: str, offset: int, nbytes: int | None, size: int) -> int:
-    """The length of a range, of an object of `size` bytes; known before memory is taken for it.
+    """Returns the length of a range of an object of `size` bytes, before memory is taken for it.
 
     Ranges come from documents, and sizes of objects may be anything. Raises FormatError.
     """
@@ -121,20 +121,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LateHead:
-    """The first bytes of an object that can be told only when all the rest has been."""
+    """The first bytes of an object, which are known only when all the rest is."""
 
     nbytes: int
-    """How many; fixed beforehand."""
+    """How many bytes; fixed beforehand."""
     make: Callable[[], Buffer]
-    """Called once, when every piece was taken."""
+    """Returns the bytes. Called once, when every piece was taken."""
 
     @classmethod
     def of(cls, head: Buffer | LateHead) -> LateHead:
-        """The same for one that is known already."""
+        """Returns `head` as a late one, even if it is known already."""
         return head if isinstance(head, LateHead) else cls(as_bytes(head).nbytes, lambda: head)
 
     def made(self, key: str) -> memoryview:
-        """Raises ValueError where it is not of the size announced."""
+        """Returns the bytes. Raises ValueError if they are not of the size announced."""
         view = as_bytes(self.make())
         if view.nbytes != self.nbytes:
             raise ValueError(f"{key}: expected a head of {self.nbytes} bytes, got {view.nbytes}")
@@ -143,10 +143,10 @@ class LateHead:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Pieces of which it is known how many bytes there will be, though they may be made as they are needed."""
+    """Pieces of known total size, though they may be made as they are needed."""
 
     nbytes: int
-    """Of all of them."""
+    """Bytes of all pieces."""
     pieces: Iterable[Buffer]
 
     def __iter__(self) -> Iterator[Buffer]:
@@ -154,13 +154,13 @@ class Counted:
 
 
 class InPlace(Counted):
-    """Pieces that are views of memory which is there anyway, as a slot is: many may be under way at once."""
+    """Pieces that are views of memory which is there anyway, such as a slot: many may be under way at once."""
 
     __slots__ = ()
 
 
 def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytes:
-    """A whole object in memory, once: for stores that put nothing else."""
+    """Returns a whole object, once in memory: for stores that put nothing else."""
     late, data = LateHead.of(head), io.BytesIO()
     data.seek(late.nbytes)
     for piece in pieces:
@@ -186,19 +186,19 @@ class Store(ABC):
     """
 
     url: str
-    """Where it is, without credentials; for messages."""
+    """The place, without credentials; for messages."""
 
     pack_nbytes: int
     """The size in bytes above which a pack is better cut into several objects."""
 
     late_nbytes: int
-    """The same for an object with a late head: some stores hold such a one in memory until they put it."""
+    """The same for an object with a late head: some stores hold such an object in memory until they put it."""
 
     is_local: bool = False
     """Whether it is a file system: encoding takes longer there than writing what it would save."""
 
     reads_once: bool = False
-    """Set by who reads much of it, and only once: a local disk then leaves the page cache to others."""
+    """Set by a reader that reads much of it, and only once: a local disk then leaves the page cache to others."""
 
     @abstractmethod
     def put(
@@ -212,19 +212,19 @@ class Store(ABC):
     ) -> None:
         """Puts an object, `head` and then `pieces`: whole or not at all, and durable on return.
 
-        The pieces are read in place, from any thread: what each of them holds stays as it is until the call returns.
-        Those of an iterator are taken as they are needed, those of InPlace far ahead. Pieces that are page-aligned and
-        hold whole pages take the fast way. An error that the iterator raises is raised on, and nothing is published.
+        The pieces are read in place, from any thread: their memory must stay as it is until the call returns. Pieces of
+        an iterator are taken as they are needed, those of InPlace far ahead. Pieces that are page-aligned and hold
+        whole pages take the fast way. An error that the iterator raises is raised on, and nothing is published.
 
-        Raises ObjectExists where the key is taken and the store tells; one that can tell, but does so only when asked
-        to, is asked where `create` says so. Raises FormatError where what is there is no object. After any other error
-        the object may be there.
+        Raises ObjectExists if the key is taken and the store tells. Some stores can tell, but only when asked to:
+        `create` asks them. Raises FormatError if what is there is no object. After any other error the object may be
+        there.
         """
 
     @abstractmethod
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Exactly `nbytes` bytes from `offset`, or all up to the end when None: of documents, so not of more than
-        MAX_WHOLE_NBYTES, where the size is known before the bytes come.
+        """Returns exactly `nbytes` bytes from `offset`, or all up to the end if None. The latter is for documents: more
+        than MAX_WHOLE_NBYTES are refused, if the size is known before the bytes come.
 
         Raises FormatError when the object ends earlier.
         """
@@ -238,18 +238,18 @@ class Store(ABC):
 
     @abstractmethod
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
-        """Every object whose key starts with `prefix` (a key, or a key and '/'; '' for all), sorted by key.
+        """Returns every object whose key starts with `prefix` (a key, or a key and '/'; '' for all), sorted by key.
 
-        Only those whose key comes after `after`, in the order of ASCII; the store is not asked for the others, where it
-        can be. The listing is fresh: it holds every object whose put returned before the call.
+        Returns only keys after `after`, in the order of ASCII; the store is not asked for the others, if it can be. The
+        listing is fresh: it holds every object whose put returned before the call.
         """
 
     def entry(self, key: str) -> Entry | None:
-        """The object that has this key, readable or not, as a listing tells it; None where there is none."""
+        """Returns the object that has this key, readable or not, as a listing tells it; None if there is none."""
         return next((entry for entry in self.scan(key) if entry.key == key), None)
 
     def peek(self, most: int) -> list[str]:
-        """Names of some of what lies here, at most so many, foreign ones among them. Raises as `scan` does.
+        """Returns at most `most` names of what lies here, foreign ones among them. Raises as `scan` does.
 
         For a look at a place that may hold anything. A store that lists by pages is asked for one; of a directory, what
         lies deeper is left out.
@@ -265,7 +265,7 @@ class Store(ABC):
         """Removes objects, in any order; an absent one is no error. After an error some may be gone, others not."""
 
     def free_nbytes(self) -> int | None:
-        """How many bytes more it takes, where it can tell: a file system can, but it knows of no quota."""
+        """Returns how many bytes more it takes, if it can tell: a file system can, but it knows of no quota."""
         return None
 
     def clean(  # noqa: B027  (most stores leave nothing behind)
@@ -273,12 +273,12 @@ class Store(ABC):
     ) -> None:
         """Removes what crashed uploads left that were last written to before `before`, by the store's own clock.
 
-        None of it was ever an object. Where it tells what key it was for, only what `is_ours` is removed: others may
-        upload below the same prefix. Only retention calls this.
+        None of it was ever an object. If it tells what key it was for, it is removed only if `is_ours` says so: others
+        may upload below the same prefix. Only retention calls this.
         """
 
     def trust_address(self) -> None:  # noqa: B027  (most stores cannot have a wrong one)
-        """Somebody has just reached it: if nobody listens there, it is away, and not somewhere else."""
+        """Notes that somebody has just reached it: if nobody listens there, it is away, and not somewhere else."""
 
     def close(self) -> None:  # noqa: B027  (most stores hold nothing)
         """Releases connections and threads. The store must not be used afterwards."""

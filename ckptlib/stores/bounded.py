@@ -18,8 +18,8 @@ LOOP_GRACE_S = 5.0
 
 
 def in_thread(call: Callable[[], T], limit_s: float) -> T:
-    """The result of `call`, or its error. Raises TimeoutError after `limit_s` seconds; the call goes on then. Raises
-    StoreError where it was not begun, since the system has no thread for it."""
+    """Returns the result of `call`, or raises its error. Raises TimeoutError after `limit_s` seconds; the call goes on
+    then. Raises StoreError if the call was not begun, since the system has no thread for it."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     try:
         threading.Thread(target=fulfil, args=(outcome, call), name="ckptlib-bounded", daemon=True).start()
@@ -32,7 +32,8 @@ def in_thread(call: Callable[[], T], limit_s: float) -> T:
 
 
 def on_loop(make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop, limit_s: float) -> T:
-    """The result of the coroutine, or its error. Raises TimeoutError after `limit_s` seconds; it is cancelled then."""
+    """Returns the result of the coroutine, or raises its error. Raises TimeoutError after `limit_s` seconds, and
+    cancels it."""
 
     async def run() -> T:
         return await asyncio.wait_for(make(), limit_s)
@@ -48,7 +49,7 @@ def on_loop(make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEv
 
 
 def _result(future: concurrent.futures.Future[T], limit_s: float) -> T:
-    """As of a future; a time-out is the same class in all versions of Python.
+    """Returns the result of a future; a time-out is the same class in all versions of Python.
 
     Nobody here keeps the future: an error in it that has this frame in its trace would keep all callers' locals, such
     as a model, until garbage is collected.

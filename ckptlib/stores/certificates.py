@@ -16,5 +16,5 @@ _ADVICE = {
 
 
 def advice(why: str, trust: str) -> str:
-    """`why`: one of the above; `trust`: how the client is told of an authority."""
+    """Returns what to do. `why`: one of the above; `trust`: how the client is told of an authority."""
     return _ADVICE[why].format(trust=trust)

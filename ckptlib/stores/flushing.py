@@ -1,7 +1,7 @@
 """What makes files and their names durable, and which errors say that a file system cannot do what it is asked.
 
-Some can flush no directory, count no bytes, or give no room beforehand: there the names are as durable as that file
-system makes them, and nothing is refused. A file whose own bytes cannot be flushed is an error everywhere.
+Some file systems can flush no directory, count no bytes, or give no room beforehand: there names are as durable as the
+file system makes them, and nothing is refused. A file whose own bytes cannot be flushed is an error everywhere.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import stat
 
 CANNOT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""How file systems say so, of direct I/O as well."""
+"""Errors by which file systems say so, of direct I/O as well."""
 
 
 def flush_names(fd: int) -> None:
-    """Those in the directory of this descriptor."""
+    """Flushes the names in the directory of this descriptor."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -24,7 +24,7 @@ def flush_names(fd: int) -> None:
 
 
 def flush_path(path: str | os.PathLike[str]) -> None:
-    """A file, or the names in a directory."""
+    """Flushes a file, or the names in a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -48,7 +48,7 @@ def make_directories(path: str) -> None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Takes the room for a file. Where a file system cannot, or macOS, a full disk is met later, by a write."""
+    """Takes the room for a file. If a file system cannot, or on macOS, a full disk is met later, by a write."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -59,6 +59,6 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def free_nbytes(path: str) -> int | None:
-    """How many bytes more there is room for; None where nobody counts them, as in ramfs. Raises OSError."""
+    """Returns how many bytes more there is room for; None if nobody counts them, as in ramfs. Raises OSError."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else None

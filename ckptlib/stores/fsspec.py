@@ -50,11 +50,11 @@ from ckptlib.stores.retries import Retries
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
 PACK_NBYTES = 64 << 20
-"""An object is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
-request does not matter."""
+"""Most bytes of a pack: several objects at a time are held in memory until they are put. Large enough that the time of
+a request does not matter."""
 
 LISTING_NBYTES = 50_000_000
-"""A listing may take as long as so many bytes: nothing is seen of it before its last page."""
+"""A listing may take as long as this many bytes: nothing is seen of it before its last page."""
 
 _LISTING_TRIES = 10
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
@@ -88,10 +88,10 @@ class FsspecStore(Store):
         self._lists_flat = _lists_flat(fs)
         self._turns = threading.Semaphore(1 if url.partition("://")[0] in _ONE_CONNECTION else 10**6)
         self._was_there = False
-        """Whether anybody has answered."""
+        """Whether the server has answered."""
 
     def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
-        """Calls a method of the filesystem that moves so many bytes; again where it takes too long, or where the
+        """Calls a method of the filesystem that moves `nbytes` bytes. Calls it again if it takes too long, or if the
         backend takes for a refusal what may pass.
 
         However long the first try took, another one follows. Raises its errors, and StoreTimeout.
@@ -119,7 +119,7 @@ class FsspecStore(Store):
                 time.sleep(wait_s)
 
     def _attempt(self, name: str, limit_s: float, end: float, /, *args: Any, **kwargs: Any) -> Any:
-        """Raises TimeoutError, and the method's errors."""
+        """Makes one call. Raises TimeoutError, and the method's errors."""
         left_s = max(end - time.monotonic(), 0.0)
         coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
         if inspect.iscoroutinefunction(coroutine):
@@ -153,8 +153,8 @@ class FsspecStore(Store):
                 self._put_anew(key, pipe, deadline)
 
     def _put_anew(self, key: str, pipe: Callable[[], object], deadline: float | None) -> None:
-        """Makes the directory first. Other ranks may do so as well: some backends say of what another one has just made
-        that they cannot make it, at each level of the path, and by no error of its own."""
+        """Makes the directory, and puts again. Other ranks may make it as well: some backends then say that they cannot
+        make it, at each level of the path, and by no error of its own."""
         directory = self._path(key).rpartition("/")[0]
         for levels in reversed(range(key.count("/") + 1)):
             failure: OSError | None = None
@@ -220,14 +220,14 @@ class FsspecStore(Store):
 
     @override
     def peek(self, most: int) -> list[str]:
-        """Of the root's own level: below it may lie a million objects, and no page of a listing can be asked for."""
+        """Lists the root's own level: below it may lie a million objects, and no page of a listing can be asked for."""
         with self._failures("list", ""):
             self._fs.invalidate_cache()
             entries = [self._entry(info) for info in self._list(self._root) if info["type"] == "file"]
         return sorted(entry.key for entry in entries if is_key(entry.key))[:most]
 
     def _below(self, path: str) -> Iterable[dict[str, Any]]:
-        """Every file. Some hundred thousand take longer than one listing may: then each directory has its own."""
+        """Returns every file. If one listing takes too long, as of some hundred thousand, each directory has one."""
         if self._lists_flat:
             self._check_there()
             with contextlib.suppress(StoreTimeout):
@@ -235,9 +235,8 @@ class FsspecStore(Store):
         return self._walk(path)
 
     def _check_there(self) -> None:
-        """Of a wrong address, the listings would take four minutes to tell. Raises StoreTimeout.
-
-        Asks for a byte of an object: who may not ask for the bucket itself, for him gcsfs lists all that lies in it."""
+        """Raises StoreTimeout if nobody answers: of a wrong address, the listings would take four minutes to tell. Asks
+        for a byte of an object: if one may not ask for the bucket itself, gcsfs lists all that lies in it."""
         if not self._was_there:
             try:
                 self._call("cat_file", self._path("ckptlib.json"), start=0, end=1)
@@ -252,11 +251,11 @@ class FsspecStore(Store):
         except FileNotFoundError:
             found = {}
         if not found and self._fs.async_impl and not self._call("exists", path.lstrip("/").partition("/")[0]):
-            raise NoBucket("no such bucket")  # of which some find nothing without a word
+            raise NoBucket("no such bucket")  # some backends find nothing there, and raise nothing
         return list(found.values()) if isinstance(found, dict) else []  # a list: adlfs, when the path is an object
 
     def _walk(self, path: str) -> Iterator[dict[str, Any]]:
-        """Every file below a directory. `fs.walk` would leave out what it cannot list."""
+        """Yields every file below a directory. `fs.walk` would leave out what it cannot list."""
         for info in self._list(path):
             if info["type"] != "directory":
                 yield info
@@ -305,7 +304,7 @@ class FsspecStore(Store):
 
     @contextlib.contextmanager
     def _failures(self, doing: str, key: str, nbytes: int = 0) -> Iterator[None]:
-        """Errors of the backend become those of the contract, whatever tree they belong to.
+        """Turns errors of the backend into those of the contract, whatever tree they belong to.
 
         botocore, google, azure and paramiko each have their own, and none of them need be installed.
         """
@@ -347,16 +346,16 @@ class NoBucket(Exception):
 
 
 def _needs_size_first(nbytes: int | None) -> bool:
-    """No backend reads nothing; some take the memory for all that is asked for, and lengths come from documents."""
+    """Whether to ask for the size first: no backend reads 0 bytes, some take memory for all that a document says."""
     return nbytes is not None and (nbytes == 0 or nbytes > PACK_NBYTES)
 
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", **dict.fromkeys(("az", "abfs", "abfss"), "azure")}
-"""By scheme: which extra of ckptlib has the package for it."""
+"""The extra of ckptlib that has the package, by scheme."""
 
 
 def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
-    """The filesystem, an instance of its own, and the path in it. Raises ValueError for one that cannot be used."""
+    """Returns a filesystem of its own, and the path in it. Raises ValueError for one that cannot be used."""
     scheme = url.partition("://")[0]
     try:
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})

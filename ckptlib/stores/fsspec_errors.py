@@ -18,12 +18,13 @@ def is_forbidden(error: Exception) -> bool:
 
 
 def _is_gcs_403(error: Exception) -> bool:
-    """gcsfs tells of it by a text alone: "Forbidden: ", the path, and on lines of their own what Google says."""
+    """Whether it is gcsfs's 403, told by a text alone: "Forbidden: ", the path, and on lines of their own what Google
+    says."""
     return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
 
 
 def concerns_all(error: Exception) -> bool:
-    """Whether a refusal can only be of the whole store: who asks is not known, or his clock is wrong."""
+    """Whether a refusal can only concern the whole store: the caller is not known, or its clock is wrong."""
     return 401 in _statuses(error) or getattr(error, "error_code", None) == "AuthenticationFailed"
 
 
@@ -33,7 +34,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def is_page(error: Exception) -> bool:
-    """Whether 403 or 404 is said by a proxy, and not by a store: Google's has a message, Azure's a code. adlfs makes
+    """Whether a proxy says 403 or 404, and not a store: Google's has a message, Azure's a code. adlfs makes
     FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
     if _is_gcs_403(error):
         return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")
@@ -50,10 +51,10 @@ def _is_throttled(error: Exception) -> bool:
 
 
 def is_behind_the_end(error: Exception) -> bool:
-    """Whether it may be status 416: a range that begins at the object's end, or behind it. s3fs makes EINVAL of it."""
+    """Whether it may be status 416: a range that begins at or after the object's end. s3fs makes EINVAL of it."""
     return getattr(error, "errno", None) == errno.EINVAL or 416 in _statuses(error)
 
 
 def _statuses(error: object) -> list[object]:
-    """Where the clients of each backend put the status of HTTP."""
+    """Returns what the clients of the backends have where each puts the status of HTTP."""
     return [getattr(error, name, None) for name in ("status_code", "status", "code")]

@@ -14,29 +14,29 @@ GAP_BYTES = 64 * 1024
 """A hole between two wanted ranges that is cheaper to read than another request."""
 
 DIRECT_FROM_BYTES = 1024 * 1024
-"""From this size on, a chunk that fits its target as it is gets read straight into it."""
+"""A chunk of at least this size that fits its target as it is gets read straight into it."""
 
 
 DOCUMENT_THREADS = 16
 """Requests for documents in flight at once: they are small, so latency counts."""
 
 WRITE_BYTES = 16 * 1024 * 1024
-"""Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
+"""Bytes per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
 
 PART_NBYTES = 16 * 1024 * 1024
-"""Of a multipart upload; all parts but the last have as many bytes, since some stores refuse others. What has fewer is
-put by one request."""
+"""Bytes of a part of a multipart upload; all parts but the last have as many, since some stores refuse others. Smaller
+objects are put by one request."""
 
 LARGE_PART_NBYTES = 64 * 1024 * 1024
-"""The most that a part of a large object has whose pieces lie in memory anyway: a quarter of the requests, which are
-nearly all that a save costs, and no more memory. Whether it is faster or slower drowned in the noise of three turns on
+"""Most bytes of a part of a large object whose pieces lie in memory anyway: a quarter of the requests, which are nearly
+all that a save costs, and no more memory. Whether it is faster or slower drowned in the noise of three turns on
 SeaweedFS."""
 
 EVEN_PARTS = 128
-"""As long as an object has fewer, its parts do not grow: PARTS_IN_FLIGHT connections end at about the same time."""
+"""Parts do not grow as long as an object has fewer: PARTS_IN_FLIGHT connections then end at about the same time."""
 
 PARTS_IN_FLIGHT = 8
-"""Of one object: a connection to a bucket gives 5 to 100 MB/s, so that one alone is slow."""
+"""Parts of one object in flight at once: a connection to a bucket gives 5 to 100 MB/s, so that one alone is slow."""
 
 IDLE_S = 10.0
 """Seconds without progress after which a request to a remote store is given up, and sent again."""
@@ -55,7 +55,7 @@ RETRY_S = 60.0
 """Seconds from the first failure of a request to the last time that it is sent again."""
 
 NOWHERE_S = 10.0
-"""The same where nobody listens, or the server's name is not known, and it never answered: the address is wrong."""
+"""The same if nobody listens, or the server's name is not known, and it never answered: the address is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class IoLimits:
     """How large the requests of a read are, and how many there are at once."""
 
     most: int = RUN_BYTES
-    """Bytes of one, where it is not a single chunk that has more."""
+    """Most bytes of one request, unless a single chunk has more."""
     direct_from: int = DIRECT_FROM_BYTES
-    """Those for less go through a buffer, and may be for several tensors."""
+    """Smaller requests go through a buffer, and may be for several tensors."""
     threads: int = THREADS
     """Requests under way at once."""
     piece: int | None = None
-    """Bytes that are read and digested before the next, where a read costs next to nothing: they are in the caches of
-    a core still. None: what one request asks for is read at once."""
+    """Bytes that are read and digested before the next, if a read costs next to nothing: they are still in a core's
+    caches. None: what one request asks for is read at once."""
     reads: int = 1
     """How often bytes are read before a mismatch counts as damage: a bit may flip on the way."""

@@ -1,4 +1,4 @@
-"""Objects as files in a directory: how they are read, listed and deleted. How one is written is for `local_upload`."""
+"""Objects as files in a directory: how they are read, listed and deleted. `local_upload` writes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload, sync_up
 
 LATE_NBYTES = 28 * 1024 * 1024
-"""A small file is flushed while the next one is made; a large one, after all of it is."""
+"""Most bytes of an object with a late head: a small file is flushed while the next one is made; a large one, only after
+all of it is."""
 
 
 class LocalStore(Store):
@@ -135,9 +136,9 @@ class LocalStore(Store):
             raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     def _walk(self, fd: int | None, directory: str, prefix: str, after: str) -> Iterator[Entry]:
-        """`fd`: of the directory; None where there are only paths. Files and directories up to `after` cost no more
-        than their names: to ask for the size and time of each, or to open it, is a request of its own on a shared file
-        system."""
+        """Yields the objects below a directory. `fd`: its descriptor; None if there are only paths. Files and
+        directories up to `after` cost no more than their names: asking for the size and time of each, or opening it, is
+        a request of its own on a shared file system."""
         with os.scandir(os.path.join(self._root, directory) if fd is None else fd) as found:
             children = list(found)
         for child in children:
@@ -178,7 +179,8 @@ class LocalStore(Store):
 
     @override
     def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
-        """Only regular files with a name of ours are removed: other files belong to somebody else. It tells no key."""
+        """Removes only regular files with a name of ours: other files belong to somebody else. Such a file tells no
+        key."""
         path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:
@@ -236,7 +238,8 @@ def _read_into(fd: int, view: memoryview, offset: int) -> int:
 
 @contextlib.contextmanager
 def _opened(root: str, key: str) -> Iterator[tuple[int, int]]:
-    """A descriptor to read from, and the size of the object; errors inside become those of the contract."""
+    """Opens an object. Yields a descriptor to read from, and the object's size; turns errors inside into the
+    contract's."""
     path = f"{root}/{key}"
     *names, name = key.split("/")
     try:

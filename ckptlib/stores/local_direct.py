@@ -24,31 +24,31 @@ with suppress(ImportError):  # on Windows, where nothing is read or written so
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 FROM_BYTES = 1024 * 1024
-"""A smaller read is not worth it."""
+"""Smaller reads are not worth it."""
 
 SLICE_BYTES = 4 * 1024 * 1024
-"""What goes through memory of ours, where it goes, because the caller's is not at the beginning of a page."""
+"""Bytes per read through memory of our own, for a caller whose range does not begin on a page."""
 
 _local = threading.local()
 
 
 def written(count: int) -> int:
-    """What a write says that it has written. Raises OSError for nothing, which would be tried for ever."""
+    """Returns the count that a write returned. Raises OSError for 0, which would be tried for ever."""
     if count == 0:
         raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
     return count
 
 
 def address_of(view: memoryview) -> int:
-    """Of its first byte."""
+    """Returns the address of the first byte."""
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 @contextmanager
 def past_cache(fd: int) -> Iterator[bool]:
-    """What is done with the descriptor meanwhile goes around the page cache; False: that is not possible here.
+    """Lets the descriptor go around the page cache within the context; yields False if that is not possible here.
 
-    Nobody else uses the descriptor meanwhile.
+    Nobody else may use the descriptor meanwhile.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) if O_DIRECT else 0
     try:
@@ -67,9 +67,8 @@ def past_cache(fd: int) -> Iterator[bool]:
 
 
 def read_past_cache(fd: int, view: memoryview, offset: int) -> int:
-    """Fills the beginning of `view` from `offset`; returns how much of it. Less than all, or nothing, is for the caller
-    to read in another way: what is in the page cache anyway, what is small, the last part of a page.
-    """
+    """Fills the beginning of `view` from `offset`; returns how many bytes. The caller reads the rest in another way:
+    what is in the page cache anyway, what is small, the last part of a page."""
     if view.nbytes < FROM_BYTES or not O_DIRECT or _is_cached(fd, view, offset):
         return 0
     with past_cache(fd) as possible:
@@ -92,7 +91,7 @@ def read_past_cache(fd: int, view: memoryview, offset: int) -> int:
 
 
 def _read_through(fd: int, view: memoryview, offset: int) -> int:
-    """By way of a buffer that lies as direct I/O wants it."""
+    """Reads by way of a buffer that is aligned as direct I/O wants it."""
     if not hasattr(_local, "buffer"):
         _local.buffer = mmap.mmap(-1, SLICE_BYTES)
     done = 0
@@ -111,7 +110,7 @@ def _read_through(fd: int, view: memoryview, offset: int) -> int:
 def _is_cached(fd: int, view: memoryview, offset: int) -> bool:
     """Whether its first, middle and last page are in memory already: then the rest is likely to be.
 
-    The first one alone may be there by the kernel's reading ahead for the read before, and so on to the end of a file.
+    The first one alone may be there since the kernel read ahead for the read before, and so on to the end of a file.
     """
     last = view.nbytes - PAGE_BYTES
     return all(_has_page(fd, view[at:][:PAGE_BYTES], offset + at) for at in (0, last // 2, last))

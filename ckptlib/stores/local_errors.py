@@ -1,4 +1,4 @@
-"""From errors of the file system to errors of a store."""
+"""Turns errors of the file system into errors of a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
 
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-"""There is no such object."""
+"""Errors that say that there is no such object."""
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -21,7 +21,7 @@ _OWN = {
 
 
 def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreError:
-    """`doing`: a verb, such as "read"; `nbytes`: how many were to be written."""
+    """Returns the store's error. `doing`: a verb, such as "read"; `nbytes`: how many were to be written."""
     cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
     if error.errno == errno.EXDEV:
         cause += "; a root must be on one file system"
@@ -41,8 +41,8 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
 
 
 def _in_the_way(named: object, path: str) -> str | None:
-    """The lowest part of the path that the error has named, or else of `path` above its end, that is there, and is a
-    file or a link; None where it is gone."""
+    """Returns the lowest part of a path that is there, if it is a file or a link; None if it is gone. The path is the
+    one that the error has named, or else `path` without its last name."""
     at = named if isinstance(named, str) and os.path.isabs(named) else os.path.dirname(path)
     while os.path.isdir(at) or not os.path.lexists(at):
         if os.path.islink(at):

@@ -33,11 +33,11 @@ TEMP_DIRECTORY = ".tmp"
 TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-"""How file systems refuse them. AFS does by EXDEV, from one directory to another; to another disk nothing is renamed
-either."""
+"""Errors by which file systems refuse links. AFS has EXDEV for a link from one directory to another; to another disk,
+no rename works either."""
 
 _PUBLISH_TRIES = 100
-"""How often `delete` may remove the directory that a put has just made before the put gives up."""
+"""How often a put tries again if `delete` removes the directory that it has just made."""
 
 
 class LocalUpload:
@@ -142,7 +142,8 @@ def _open_temp(root: str) -> tuple[str, int]:
 
 
 def _unlink_temp(root: str, name: str) -> None:
-    """Where it cannot be removed, what stays is a file that nothing names; one that was renamed is not there."""
+    """Removes a temporary file. If that fails, what stays is a file that nothing names; one that was renamed is not
+    there."""
     with contextlib.suppress(OSError, StoreError), tree.directory(root, [TEMP_DIRECTORY]) as fd:
         os.unlink(name, dir_fd=fd)
 
@@ -169,11 +170,11 @@ def _publish(root: str, temp: str, key: str, own: os.stat_result) -> None:
 
 
 def _name(source: int, temp: str, target: int, name: str, path: str, own: os.stat_result) -> None:
-    """`source` and `target`: descriptors of directories. `path`: for messages.
+    """Gives the file its name. `source` and `target`: descriptors of directories. `path`: for messages.
 
     An error may be the answer to a request that was carried out: NFS sends one again when the answer is lost, and the
-    second one finds the link of the first, or no file to rename any more; or nobody answers in time. So where the name
-    is of this very file, it has been given.
+    second one finds the link of the first, or no file to rename any more; or nobody answers in time. So if the name is
+    of this very file, it has been given.
     """
     try:
         os.link(temp, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -211,7 +212,8 @@ def _status(fd: int, name: str) -> os.stat_result | None:
 
 
 def _taken(fd: int, name: str, path: str) -> CkptError:
-    """Only an object counts as put before: who finds one there takes it for his own."""
+    """Returns the error for a name that is taken. Only an object counts as put before: who finds one there takes it for
+    its own."""
     kind = tree.kind_of(fd, name)
     if kind is not None:
         return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")

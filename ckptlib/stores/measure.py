@@ -1,4 +1,4 @@
-"""How fast a store is: the time of small requests, and bytes per second by size and number at once, up and down."""
+"""Measures a store: the time of small requests, and bytes per second by size and number at once, up and down."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SMALL_ROUNDS = 8
 
 WHOLE_ROUNDS = 3
 WHOLE_SECONDS = 1.0
-"""After so long no other whole object is put."""
+"""Seconds after which no other whole object is put."""
 PAUSE_S = 0.5
-"""Before each."""
+"""Seconds before each whole object."""
 
 SHAPES = ((MIB, 1), (4 * MIB, 1), (16 * MIB, 1), (16 * MIB, 4), (4 * MIB, THREADS), (16 * MIB, THREADS))
 """Bytes of a request, and requests at once, that are tried in both directions."""
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
     """The rate of requests of one size."""
 
     nbytes: int
-    """Of each request."""
+    """Bytes of each request."""
     at_once: int
     bytes_per_second: float
 
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
     @property
     def knee_nbytes(self) -> float:
-        """A request of so many bytes takes twice as long as its bytes alone would."""
+        """Bytes of a request that takes twice as long as its bytes alone would."""
         return self.latency_s * self.bytes_per_second
 
 
@@ -62,7 +62,7 @@ class Speeds:
     """Median of put, scan, get and delete of an object of 64 bytes."""
     puts_per_second: float
     gets_per_second: float
-    """Of such objects, so many at once as documents are read."""
+    """Rates of such objects, as many at once as documents are read."""
     up: tuple[Transfer, ...]
     down: tuple[Transfer, ...]
     whole_up: float
@@ -70,17 +70,17 @@ class Speeds:
 
     @property
     def best_down(self) -> float:
-        """Bytes per second."""
+        """The best rate down, in bytes per second."""
         return max(transfer.bytes_per_second for transfer in self.down)
 
     @property
     def best_up(self) -> float:
-        """Bytes per second."""
+        """The best rate up, in bytes per second."""
         return max(self.whole_up, *(transfer.bytes_per_second for transfer in self.up))
 
 
 def line(transfers: Sequence[Transfer]) -> Line:
-    """By least squares, through requests that were alone."""
+    """Returns the fit by least squares through requests that were alone."""
     points = [(t.nbytes, t.nbytes / t.bytes_per_second) for t in transfers if t.at_once == 1]
     mean_n, mean_s = (statistics.fmean(values) for values in zip(*points, strict=True))
     spread = sum((n - mean_n) ** 2 for n, _ in points)
@@ -92,7 +92,8 @@ def line(transfers: Sequence[Transfer]) -> Line:
 
 
 def measure(store: Store, nbytes: int) -> Speeds:
-    """Moves up to `nbytes` for each size and number, and deletes what it put. Raises the store's errors."""
+    """Returns the speeds of a store. Moves up to `nbytes` for each size and number, and deletes what it put. Raises the
+    store's errors."""
     with _objects(store) as new_key, memoryview(_random(max(nbytes, MIB))) as data, _threads() as threads:
         latency_s = _small(store, new_key)
         puts, gets = _small_at_once(store, new_key, threads)
@@ -110,7 +111,7 @@ def _random(nbytes: int) -> mmap.mmap:
 
 
 def _shapes(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Those that so many bytes suffice for."""
+    """Yields the shapes that `nbytes` bytes suffice for, at least the first."""
     for size, at_once in SHAPES:
         if size * at_once <= nbytes or (size, at_once) == SHAPES[0]:
             yield size, at_once
@@ -118,8 +119,8 @@ def _shapes(nbytes: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _objects(store: Store) -> Iterator[Callable[[], str]]:
-    """Keys for objects, which are deleted in the end. Behind an error it is that which is told: who may not put, may
-    not delete either."""
+    """Yields a function that makes keys for objects, and deletes these in the end. An error in between is the one that
+    is raised: who may not put, may not delete either."""
     keys: list[str] = []
 
     def new_key() -> str:
@@ -157,7 +158,7 @@ def _small(store: Store, new_key: Callable[[], str]) -> Mapping[str, float]:
 
 
 def _small_at_once(store: Store, new_key: Callable[[], str], threads: ThreadPoolExecutor) -> tuple[float, float]:
-    """Puts, and gets, per second."""
+    """Returns puts, and gets, per second."""
     keys = [new_key() for _ in range(4 * DOCUMENT_THREADS)]
     began = time.perf_counter()
     list(threads.map(lambda key: store.put(key, bytes(SMALL_NBYTES)), keys))
@@ -176,10 +177,10 @@ def _up(
 
 
 def _whole_up(store: Store, new_key: Callable[[], str], data: memoryview) -> tuple[str, float]:
-    """A key of the whole data, and the median rate of puts of it. A slow store is asked once.
+    """Returns a key of the whole data, and the median rate of puts of it. A slow store is asked once.
 
-    With pauses, as between checkpoints: some disks are faster after one. None is deleted in between: a file system that
-    discards what was deleted would do so beside the next one.
+    Pauses before each put, as between checkpoints: some disks are faster after one. Deletes nothing in between: a file
+    system that discards what was deleted would do so beside the next put.
     """
     seconds: list[float] = []
     while len(seconds) < WHOLE_ROUNDS and sum(seconds) < WHOLE_SECONDS:
@@ -192,7 +193,7 @@ def _whole_up(store: Store, new_key: Callable[[], str], data: memoryview) -> tup
 
 
 def _down(store: Store, key: str, data: memoryview, nbytes: int, at_once: int, threads: ThreadPoolExecutor) -> Transfer:
-    """Ranges, as a load asks for them."""
+    """Gets ranges, as a load does."""
     into = [memoryview(bytearray(nbytes)) for _ in range(at_once)]
     began = time.perf_counter()
     list(threads.map(lambda n: store.get_into(key, n * nbytes, into[n]), range(at_once)))

@@ -43,26 +43,27 @@ from ckptlib.stores.retries import Retries
 T = TypeVar("T")
 
 PACK_NBYTES = 50 * 10**9
-"""In parts of 16 MiB, 3,000 of the 10,000 that S3 takes."""
+"""Most bytes of a pack: in parts of 16 MiB, 3,000 of the 10,000 that S3 takes."""
 
 MOST_PARTS = 10_000
-"""That S3 and GCS take of one object. A copy may have packs that another store has taken, which are larger."""
+"""Most parts that S3 and GCS take of one object. A copy may have packs that another store has taken, which are
+larger."""
 
 LATE_NBYTES = 28 << 20
-"""obstore sends the first part first: an object whose head is told last is gathered in memory."""
+"""Most bytes of an object with a late head, which is gathered in memory: obstore sends the first part first."""
 
 DELETES = 16
-"""Objects that are deleted at once, where each is a request."""
+"""Objects that are deleted at once, if each is a request."""
 
 _SMALL_NBYTES = 1 << 20
-"""What is put by a request that may take IDLE_S."""
+"""Objects up to this size are put by a request that may take IDLE_S."""
 _READ_NBYTES = 1 << 20
 
 
 class ObstoreStore(Store):
     """The objects below `url` (s3://, gs://, az://); `options` are those that s3fs, gcsfs and adlfs take.
 
-    What a put sent before it failed is invisible, with one exception: of a request whose answer was lost, nobody knows
+    What a put sent before it failed is invisible, with one exception: if the answer to a request was lost, nobody knows
     whether the server goes on with it. It may publish the whole object a moment later, never a part of one. Its key is
     random, or its bytes are always the same, so that nothing is harmed; sweeps remove it.
 
@@ -116,10 +117,11 @@ class ObstoreStore(Store):
         await obstore.put_async(client, path, iter(body.views), use_multipart=False, **mode)
 
     def _create(self, key: str, path: str, body: Pieces, deadline: float | None) -> None:
-        """An answer may get lost; the request that is sent again then finds the object that it wanted to create.
+        """Puts an object unless there is one. If an answer is lost, the request that is sent again finds the object
+        that it wanted to create.
 
-        The client takes 501 for an outage, and sends again for RETRY_S. So the first one of all is sent once by itself;
-        again and again by itself where the answer is 503 or the like, behind which 501 may come.
+        The client takes 501 for an outage, and sends again for RETRY_S. So the first request of all is sent without the
+        client's retries, and repeated here while the answer is 503 or the like, behind which 501 may come.
         """
         tries, retries = 0, Retries(deadline)
 
@@ -160,7 +162,8 @@ class ObstoreStore(Store):
                 raise taken(f"{self.url}/{key}") from None
 
     def _put_parts(self, key: str, path: str, body: Pieces, create: bool, deadline: float | None, part: int) -> None:
-        """`create`: the client cannot publish parts on a condition, so it is looked up beforehand."""
+        """Puts an object in parts. `create`: the key is looked up beforehand, since the client cannot publish parts on
+        a condition."""
         if create and self._size(key, path, deadline) is not None:
             raise taken(f"{self.url}/{key}")
         retries = Retries(deadline)
@@ -172,7 +175,7 @@ class ObstoreStore(Store):
             except _Failed as failed:
                 error, failure = failed.error, Failure.of(failed.error)
                 if failure.has_no_upload and self._size(key, path, deadline) == body.nbytes:
-                    return None  # it is complete: the answer to that was lost
+                    return None  # the upload is complete: the answer that said so was lost
                 again = failure.was_damaged or (failure.may_pass and not failure.was_sent_again)
                 again = again or (failure.refuses_parts and not retries.failures)
                 wait_s = retries.wait_s() if again and body.can_repeat else None
@@ -181,7 +184,7 @@ class ObstoreStore(Store):
                 time.sleep(wait_s)
 
     def _put_parts_once(self, path: str, body: Pieces, deadline: float | None, part: int) -> None:
-        """Raises _Failed, GivenUp, and what the pieces raise; nothing reads them then."""
+        """Tries to put the parts. Raises _Failed, GivenUp, and what the pieces raise; nothing reads them then."""
         lent = Lent(body.views if body.is_whole else ())
         feed = Feed(lent)
         source = lent if body.is_whole else feed
@@ -223,7 +226,7 @@ class ObstoreStore(Store):
         path, most = self._path(key), io_limits.RUN_BYTES
 
         async def get() -> bytes | int:
-            """The bytes; how many they are where that is too many for one request."""
+            """Returns the bytes, or how many they are if that is too many for one request."""
             result = await obstore.get_async(self._requests.quick, path, **_range(offset, nbytes))
             check_answer(result.meta)
             check_plain(f"{self.url}/{key}", result.attributes.get("Content-Encoding"))
@@ -250,7 +253,7 @@ class ObstoreStore(Store):
             self._get_part(key, path, offset + start, part, deadline)
 
     def _get_part(self, key: str, path: str, offset: int, view: memoryview, deadline: float | None) -> None:
-        """The client itself goes on at the byte where an answer breaks off."""
+        """Gets one range. The client itself goes on at the byte where an answer breaks off."""
 
         async def get() -> int:
             result = await obstore.get_async(self._requests.quick, path, **_range(offset, view.nbytes))
@@ -279,7 +282,7 @@ class ObstoreStore(Store):
         get: Callable[[], Coroutine[Any, Any, T]],
         deadline: float | None,
     ) -> T | None:
-        """The result of `get`; None where the object ends at `offset`, and no bytes were asked for."""
+        """Returns the result of `get`; None if the object ends at `offset`, and `nbytes` is None."""
         try:
             return self._requests.run("get", key, get, deadline)
         except Beyond:
@@ -296,7 +299,7 @@ class ObstoreStore(Store):
         return size
 
     def _size(self, key: str, path: str, deadline: float | None) -> int | None:
-        """None where there is no such object."""
+        """Returns the size of an object; None if there is no such object."""
 
         async def head() -> int:
             meta = await obstore.head_async(self._requests.quick, path)
@@ -322,7 +325,7 @@ class ObstoreStore(Store):
     def delete(self, *keys: str) -> None:
         paths = {self._path(key): key for key in keys}
         if len(paths) > 1 and self._deletes_many:
-            most = min(len(paths), io_limits.PAGE_KEYS)  # of one request
+            most = min(len(paths), io_limits.PAGE_KEYS)  # in one request
             client, more_s = self._requests.deletes(most), io_limits.DELETE_S * most
             try:
                 return self._requests.run("delete", min(keys), lambda: _delete(client, [*paths]), None, more_s=more_s)
@@ -355,14 +358,15 @@ class _Taken(Exception):
 
 
 class _Failed(Exception):
-    """The client did, and not the pieces that it was given."""
+    """The client failed, and not the pieces that it was given."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def _part_nbytes(nbytes: int) -> int:
-    """Of an object of so many bytes: no more than must be, since the client holds parts in memory."""
+    """Returns the size of the parts of an object of `nbytes` bytes: no larger than it must be, since the client holds
+    parts in memory."""
     least = io_limits.PART_NBYTES
     return part_nbytes(nbytes, least, least, io_limits.EVEN_PARTS, MOST_PARTS)
 

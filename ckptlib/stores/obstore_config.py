@@ -1,4 +1,4 @@
-"""From a URL and the options that s3fs, gcsfs and adlfs take to a client of obstore.
+"""Makes a client of obstore from a URL and the options that s3fs, gcsfs and adlfs take.
 
 An option that obstore lacks is refused by name: a dropped one would be missed much later, if ever.
 """
@@ -24,13 +24,13 @@ from ckptlib.stores import io_limits
 from ckptlib.stores.secrets import Secrets
 
 _RETRIES = 100
-"""More than fit in RETRY_S."""
+"""Most retries of a request; more than fit in RETRY_S."""
 
 LOOK_S = 60
 """How often the files of ~/.aws are read again; each time takes 0.07 s of CPU."""
 
 _AHEAD_S = 300
-"""obstore asks for credentials anew so long before they expire."""
+"""obstore asks for new credentials this many seconds before the old ones expire."""
 
 _S3 = {
     *("key", "secret", "token", "username", "password", "anon", "profile", "endpoint_url", "use_ssl"),
@@ -61,7 +61,7 @@ class Client:
     make: Callable[..., Any]
     bucket: str
     root: str
-    """Of all keys, in the bucket; '' for all of it."""
+    """Prefix of all keys in the bucket; '' for none."""
     config: dict[str, Any] = field(default_factory=dict)
     client_options: dict[str, Any] = field(default_factory=dict)
     credential_provider: object = None
@@ -76,8 +76,9 @@ class Client:
         return self.make is GCSStore or (self.is_s3 and not self.bucket.endswith("--x-s3"))
 
     def open(self, nbytes: int, idle: bool, retry_s: float, **config: object) -> Any:
-        """A client whose requests carry at most `nbytes`; `idle`: where they are so small, or come down, that an answer
-        which does not begin, or stops, within IDLE_S is none. Raises ValueError for what obstore refuses."""
+        """Returns a client whose requests carry at most `nbytes`. `idle`: whether the requests are so small, or come
+        down, that an answer which does not begin, or stops, within IDLE_S counts as none. Raises ValueError for what
+        obstore refuses."""
         timeouts = {"timeout": timedelta(seconds=io_limits.IDLE_S + nbytes / io_limits.SLOWEST_BPS)}
         if idle:
             timeouts["read_timeout"] = timedelta(seconds=io_limits.IDLE_S)
@@ -108,7 +109,7 @@ class Client:
 
 
 def client_of(url: str, options: Mapping[str, object]) -> Client:
-    """Raises ValueError for a URL or an option that obstore has no word for."""
+    """Returns the client for a URL. Raises ValueError for a URL or an option that obstore has no word for."""
     parts = urlsplit(url)
     kinds = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "az": _azure, "abfs": _azure, "abfss": _azure}
     if parts.scheme not in kinds:
@@ -132,7 +133,7 @@ def client_of(url: str, options: Mapping[str, object]) -> Client:
 
 
 def _check_endpoint(*places: str) -> None:
-    """Raises ValueError for one without a scheme, on which obstore panics at the first request."""
+    """Raises ValueError for an endpoint without a scheme, on which obstore panics at the first request."""
     for place in places:
         if not place.lower().startswith(("http://", "https://")):
             raise ValueError(f"the endpoint {place!r}: expected http://... or https://...")
@@ -185,7 +186,7 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
 
 
 def _config_kwargs(options: Mapping[str, Any]) -> tuple[str, bool]:
-    """How a bucket is addressed, and whether what is sent carries a checksum: as botocore is told it."""
+    """Returns how a bucket is addressed, and whether what is sent carries a checksum, as botocore is told it."""
     kwargs = dict(options.get("config_kwargs") or {})
     s3 = dict(kwargs.pop("s3", None) or {})
     style = str(s3.pop("addressing_style", "auto"))
@@ -234,8 +235,8 @@ def _use_boto(client: Client, profile: str | None) -> None:
 
 
 class _Credentials:
-    """What boto3 finds, for as long as obstore may use it. One session of boto3 reads a file once, so a new one looks,
-    but for such credentials as are renewed by the session that found them."""
+    """Gives obstore the credentials that boto3 finds, for as long as it may use them. One session of boto3 reads a file
+    once, so a new session looks each time, unless the session that found the credentials renews them."""
 
     def __init__(self, found: Any, profile: str | None) -> None:
         self._found, self._profile = found, profile

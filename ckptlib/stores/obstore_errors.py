@@ -1,8 +1,8 @@
-"""From errors of obstore to errors of a store.
+"""Turns errors of obstore into errors of a store.
 
 obstore has few classes of errors; what happened stands in the text, after which comes a dump of all that Rust knows.
-Of both, only the status, the server's own code and sentence, and the kind of a broken connection are looked at and
-told: addresses may hold a token.
+Only the status, the server's own code and sentence, and the kind of a broken connection are taken from both, and told:
+addresses may hold a token.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _CERTIFICATE = {
     **dict.fromkeys(("Expired", "ExpiredContext", "NotValidYet", "NotValidYetContext"), certificates.EXPIRED),
     **dict.fromkeys(("NotValidForName", "NotValidForNameContext"), certificates.OTHER_NAME),
 }
-"""By the errors of rustls."""
+"""Reasons, by the errors of rustls."""
 _PAGE = re.compile(
     r"performing (?!HEAD )[A-Z]+ .*status code: (?:403 Forbidden|404 Not Found): (?!\{|Not Found\s*$)", re.DOTALL
 )
-"""Without a code of the store's: what a proxy says of a server that is away, or refuses for a while. A HEAD has no
-body; emulators of GCS have JSON, or the two words."""
+"""Matches an answer without a code of the store's: what a proxy says of a server that is away, or refuses for a while.
+A HEAD has no body; emulators of GCS have JSON, or the two words."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 _NO_STORE = "answered by success without an ETag or a date"
 FOUND = "answered by success for an object that is not there"
-"""Said where nobody has ever put one."""
+"""Said of an object that nobody has ever put."""
 _FOREIGN = re.compile(
     rf"{_NO_STORE}|{FOUND}|Header missing from response|Got invalid (multipart|list) response|"
     "Received non-partial response"
 )
-"""What the client, and `check_answer`, say of an answer by success that no store gives."""
+"""Matches what the client, and `check_answer`, say of an answer by success that no store gives."""
 
 _OTHER_SUM = (
     "the server does not know the checksum that this client sends: set AWS_CHECKSUM_ALGORITHM=sha256, which it may "
@@ -55,7 +55,7 @@ _CREDENTIALS = {
 }
 _CLOCK = {"RequestTimeTooSkewed"}
 _OF_ONE_OBJECT = {"", "AccessDenied", "Forbidden", "InvalidObjectState", "AuthorizationPermissionMismatch"}
-"""Of 403. A HEAD tells no code."""
+"""Codes of a 403 that may concern one object alone. A HEAD tells no code."""
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"}
 _NO_UPLOAD = {"NoSuchUpload"}
 _NOT_THESE_PARTS = {"MalformedXML", "InvalidPart", "InvalidPartOrder", "InvalidXmlDocument", "InvalidBlockList"}
@@ -67,11 +67,12 @@ _BUSY = {"ConditionalRequestConflict", "OperationAborted"}
 
 
 class Foreign(OSError):
-    """What answered by success is no store, but a proxy's own page."""
+    """A successful answer that is no store's, but a proxy's own page."""
 
 
 def check_answer(meta: Mapping[str, Any]) -> None:
-    """Raises Foreign where what the client tells of an object is of none: every store tells its ETag, or its date."""
+    """Raises Foreign if the client's metadata of an object are not a store's: every store tells its ETag, or its
+    date."""
     if meta["e_tag"] is None and not meta["last_modified"].timestamp():
         raise Foreign(_NO_STORE)
 
@@ -81,22 +82,21 @@ class Failure:
     """An error of obstore, parsed."""
 
     status: int
-    """Of HTTP; 0 where there was no answer."""
+    """Status of HTTP; 0 if there was no answer."""
     code: str
-    """The server's; '' where it gave none."""
+    """The server's error code; '' if it gave none."""
     sentence: str
-    """One line."""
+    """The server's message, or the client's; one line."""
     kind: str
-    """How the connection broke; '' where it did not."""
+    """How the connection broke; '' if it did not."""
     tls: str
-    """The reason why TLS failed: the server's certificate, or a message that is none of TLS; '' where TLS did not fail.
-    """
+    """Why TLS failed: the server's certificate, or a message that is none of TLS; '' if TLS did not fail."""
     certificate: str
-    """Why a certificate was refused, where that is why TLS failed: one of `certificates`."""
+    """Why a certificate was refused, if that is why TLS failed: one of `certificates`."""
     was_sent_again: bool
     """Whether the request had been sent before: what it wanted may have been done by then."""
     is_page: bool
-    """Whether 403 or 404 is said by a page, and not by a store."""
+    """Whether a page says 403 or 404, and not a store."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -124,7 +124,7 @@ class Failure:
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may succeed; what obstore itself sends again has been sent often by then."""
+        """Whether the same request may succeed; obstore has often repeated by then what it sends again itself."""
         broken = self.kind in ("Timeout", "Interrupted", "Decode", "Unknown")
         return broken or self.is_foreign or self.code in _DAMAGED | _BUSY
 
@@ -140,7 +140,7 @@ class Failure:
 
     @property
     def lost_directory(self) -> bool:
-        """The answer of gateways to a file system to a put into a directory that a delete has just emptied."""
+        """Whether a gateway to a file system says so of a put into a directory that a delete has just emptied."""
         return self.code == "NoSuchKey"
 
     @property
@@ -184,7 +184,7 @@ class Failure:
         return self.status == 416 or "Wanted range starting at" in self.sentence or "CONTENT_RANGE" in self.sentence
 
     def as_error(self, error: BaseException, doing: str, where: str, nbytes: int, secrets: Secrets) -> StoreError:
-        """The error of the contract. `doing`: a verb; `nbytes`: how many were to be put."""
+        """Returns the error of the contract. `doing`: a verb; `nbytes`: how many were to be put."""
         code, what = self.code, f"{where}: cannot {doing}"
         answer = " ".join(filter(None, [str(self.status or ""), code]))
         cause = secrets.hide(": ".join(filter(None, [answer, self.sentence])))
@@ -234,7 +234,7 @@ class Failure:
 
 
 def _plain(text: str) -> str:
-    """One line without addresses."""
+    """Returns one line without addresses."""
     return " ".join(re.sub(r"[a-z0-9+]+://\S+", "...", text).split())[:500].rstrip(" -:")
 
 

@@ -1,8 +1,8 @@
-"""Listings by obstore's client: of what lies below a prefix, and whether it was the store that answered.
+"""Listings by obstore's client: what lies below a prefix, and whether it was the store that answered.
 
-A page of a proxy, which answers by success, is to this client the end of a listing; so is a page of a server that says
-that there is more, but not where. So where a listing may have been cut, one of no object at all or of whole pages,
-another request shows who answers, and the store is asked what comes behind the last object.
+This client takes a proxy's page, which answers by success, for the end of a listing; so it does with a page of a server
+that says that there is more, but not where. So if a listing may have been cut, having no object at all or whole pages,
+another request shows who answers, and the store is asked what comes after the last object.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ckptlib.stores.obstore_errors import FOUND, Foreign
 from ckptlib.stores.obstore_requests import Requests
 
 _LISTED = 1000
-"""Objects in a page."""
+"""Objects per page."""
 
 _WHOLE = 100
-"""Pages of every server have a multiple of so many objects, but for the last."""
+"""Pages of every server have a multiple of this many objects, but for the last."""
 
 _ABSENT = "ckptlib-absent"
-"""Nothing is ever put there."""
+"""A key under which nothing is ever put."""
 
 
 class Listing:
-    """Of the objects of one store. Its coroutines run in the loop of the client, and raise what the client raises."""
+    """Lists the objects of one store. Its coroutines run in the client's loop, and raise what the client raises."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests, self._root = requests, requests.root
@@ -50,7 +50,7 @@ class Listing:
                 firsts.clear()
 
     async def peek(self) -> list[str]:
-        """See `Store.peek`; of one page."""
+        """See `Store.peek`; returns one page."""
         found = await self._peek()
         if not found:
             await self._check_store()
@@ -58,9 +58,9 @@ class Listing:
         return sorted(found)
 
     async def _scan(self, prefix: str, after: str, start: str, found: dict[str, Entry], firsts: set[str]) -> str | None:
-        """Lists what comes behind `start`, and notes what is `found` and the first object of each page.
+        """Lists what comes after `start`. Adds it to `found`, and the first object of each page to `firsts`.
 
-        Returns the last key, '' where there was none; None where nothing of it can be missing.
+        Returns the last key, '' if there was none; None if nothing of the listing can be missing.
         """
         directory, _, name = prefix.rpartition("/")
         num, last = 0, ""
@@ -83,14 +83,14 @@ class Listing:
         return []
 
     async def _check_store(self) -> None:
-        """Raises Foreign where it is a proxy that answers, with an ETag or without: a page that is a file has one. A
-        store says that there is no such object, or forbids it."""
+        """Raises Foreign if a proxy answers, with an ETag or without: a page that is a file has one. A store says that
+        there is no such object, or forbids it."""
         with suppress(FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
             await obstore.head_async(self._requests.quick, self._requests.below(_ABSENT))
             raise Foreign(FOUND)
 
     def _pages(self, directory: str, start: str) -> Any:
-        """A stream of them. What the client takes for a prefix ends with a segment."""
+        """Returns a stream of pages. What the client takes for a prefix ends with a segment."""
         below = self._requests.below
         inside = not directory or start.startswith(directory + "/")  # JuiceFS refuses what does not begin as the prefix
         offset = {"offset": below(start)} if inside and is_key(start) else {}
@@ -101,6 +101,6 @@ class Listing:
 
 
 def _is_behind(key: str, directory: str, name: str) -> bool:
-    """Whether a key of a directory comes behind all whose names begin with `name`, however '/' is sorted."""
+    """Whether a key of a directory comes after all whose names begin with `name`, however '/' is sorted."""
     sibling = key[len(directory) + 1 if directory else 0 :].partition("/")[0]
     return sibling > name and not sibling.startswith(name)

@@ -1,4 +1,4 @@
-"""A thread with an event loop, in which requests can be waited for until a deadline and be given up for good.
+"""A thread with an event loop, where requests can be waited for until a deadline, and given up for good.
 
 Knows nothing of stores: it runs coroutines, and hands the pieces of an upload from one thread to another.
 """
@@ -25,7 +25,7 @@ END_S = 5.0
 """Seconds that something given up may take to end; measured: 2 ms."""
 
 _process: int | None = None
-"""Which one uses the client: its threads are not there in one that is forked from it."""
+"""Id of the process that uses the client: the client's threads are not there in one that is forked from it."""
 
 _QUIET_S = 0.05
 """Seconds without a sign of the client's threads after which they are taken to wait for nothing of Python's."""
@@ -36,7 +36,7 @@ class GivenUp(Exception):
 
 
 class ClientLoop:
-    """Starts its thread when it is first used."""
+    """Runs coroutines in its thread, which it starts when it is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,7 +45,7 @@ class ClientLoop:
         self._thread: threading.Thread | None = None
 
     def start(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> Running[T]:
-        """Runs `work` in the loop's thread until the deadline; not at all behind it.
+        """Runs `work` in the loop's thread until the deadline; not at all after it.
 
         Raises RuntimeError in a process forked from one that used the client.
         """
@@ -61,7 +61,8 @@ class ClientLoop:
             return Running(self._loop, work, deadline)
 
     def run(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
-        """The result of `work`, or its error. Raises GivenUp at the deadline; `work` has ended then, too."""
+        """Returns the result of `work`, or raises its error. Raises GivenUp at the deadline; `work` has ended then,
+        too."""
         return self.start(work, deadline).result()
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class Running(Generic[T]):
         self._work, self._deadline = work, deadline
         self._task: asyncio.Task[T] | None = None
         self.ended: concurrent.futures.Future[T] = concurrent.futures.Future()
-        """Done when the coroutine has ended, not before: after a cancel, too."""
+        """Done only when the coroutine has ended, after a cancel, too."""
         loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
@@ -107,7 +108,7 @@ class Running(Generic[T]):
             self.ended.set_result(task.result())
 
     def result(self) -> T:
-        """Raises GivenUp at the deadline. Whatever it raises, the coroutine has ended."""
+        """Returns the result. Raises GivenUp at the deadline. Whatever it raises, the coroutine has ended."""
         try:
             concurrent.futures.wait([self.ended], _left(self._deadline))
         finally:
@@ -122,14 +123,14 @@ class Running(Generic[T]):
             del error  # which would hold itself by its traceback, and with it what the upload read
 
     def cancel(self) -> None:
-        """Returns when the coroutine has ended."""
+        """Cancels the coroutine, and returns when it has ended."""
         if not self.ended.done():
             self.loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
             concurrent.futures.wait([self.ended], END_S)
 
 
 class Feed:
-    """The pieces of an upload: one thread takes them from where they come from, the client asks for one at a time.
+    """Passes the pieces of an upload from the thread that takes them to the client, which asks for one at a time.
 
     So an iterator that computes for a while keeps nobody from sending what it gave before.
     """
@@ -140,7 +141,7 @@ class Feed:
         self._pieces: asyncio.Queue[memoryview | None] = asyncio.Queue()
 
     def watch(self, client: Running[Any]) -> None:
-        """`client` asks for pieces: nothing waits for it once it has ended."""
+        """Watches the client that asks for pieces: nothing waits for it once it has ended."""
         self._client = client
         client.ended.add_done_callback(lambda _: self._asked.release())
 
@@ -155,7 +156,8 @@ class Feed:
         return self._lent.lend(piece)
 
     def give(self, piece: memoryview | None, deadline: float | None) -> bool:
-        """Waits until the client asks; None ends the upload. False when the client has ended without asking.
+        """Gives the client a piece when it asks; None ends the upload. Returns False if the client has ended without
+        asking.
 
         Raises GivenUp at the deadline.
         """
@@ -167,19 +169,19 @@ class Feed:
         return True
 
     def close(self) -> None:
-        """Later requests are answered that there is no more."""
+        """Answers later requests that there is no more."""
         self._client.loop.call_soon_threadsafe(self._pieces.put_nowait, None)
 
 
 class Lent:
     """Memory that the client reads in place, and has let go of when `release` returns.
 
-    A view of memory cannot be released while somebody else holds its buffer: so the client's own hold on it is what is
-    looked at, and not whether its requests seem to be over.
+    A view of memory cannot be released while somebody else holds its buffer. So this looks at the client's own hold on
+    it, and not at whether its requests seem to be over.
     """
 
     def __init__(self, pieces: Iterable[memoryview] = ()) -> None:
-        """`pieces`: those that are lent one after the other to whom iterates over this."""
+        """`pieces`: lent one after the other to whoever iterates over this."""
         self._pieces = deque(pieces)
         self._views: deque[memoryview] = deque()
         self._lock = threading.Lock()
@@ -195,8 +197,8 @@ class Lent:
             raise StopIteration from None
 
     def lend(self, piece: memoryview) -> memoryview:
-        """For the client, when it asks: it holds all that it was given before, or has sent it. What it has sent is
-        forgotten here, so that its memory can be freed."""
+        """Lends a piece to the client when it asks: the client holds all that it was given before, or has sent it. What
+        it has sent is forgotten here, so that its memory can be freed."""
         with self._lock:
             if not self._is_open:
                 raise RuntimeError("the upload was given up")
@@ -206,7 +208,8 @@ class Lent:
             return self._views[-1]
 
     def release(self) -> None:
-        """Waits for the client, which needs moments; after END_S it is left alone, and so is the memory."""
+        """Waits until the client has let go, which takes moments; after END_S the client is left alone, and so is the
+        memory."""
         with self._lock:
             self._is_open = False
         self._pieces.clear()  # the client may forget its iterator much later
@@ -241,8 +244,9 @@ def _is_own_process() -> bool:
 def _wait_at_exit() -> None:
     """Before an interpreter older than 3.14 ends, waits for the client's threads to leave it.
 
-    They tell of a result, and let go of memory, a moment after whoever waits for it goes on. One that is inside when
-    the interpreter ends is ended by it, which aborts the process: 1 exit in 3 when it came right behind a put.
+    These threads tell of a result, and let go of memory, a moment after whoever waits for it goes on. A thread that is
+    inside when the interpreter ends is ended by it, which aborts the process: 1 exit in 3 when it came right after a
+    put.
     """
     atexit.register(_wait_until_quiet)
 

@@ -10,11 +10,11 @@ from typing_extensions import Buffer
 from ckptlib.stores.base import InPlace, as_bytes
 
 KEPT_NBYTES = 32 << 20
-"""Of pieces that may be all that holds their memory."""
+"""Most bytes that are kept of pieces which may be all that holds their memory."""
 
 
 class Pieces:
-    """What was taken is kept as long as it costs little: a sequence, and the views of InPlace, cost nothing.
+    """Keeps what was taken as long as it costs little: a sequence, and the views of InPlace, cost nothing.
 
     Any other view may be all that holds its memory.
     """
@@ -25,25 +25,25 @@ class Pieces:
         self._is_in_place = isinstance(pieces, InPlace)
         self._kept_nbytes = 0
         self.nbytes = 0
-        """Of what was taken."""
+        """Bytes of what was taken."""
         self.views: list[memoryview] = []
-        """Those that are kept, from the first on."""
+        """The pieces that are kept, from the first on."""
         self.is_whole = False
-        """Whether `views` are all there is."""
+        """Whether `views` are all pieces."""
         self.can_repeat = True
         """Whether `views` are all that was taken."""
 
     def take(self, nbytes: int) -> None:
-        """Takes pieces until they are more than `nbytes`; all of those that are there already.
+        """Takes pieces until they are more than `nbytes`; all of a sequence.
 
-        Nobody has seen them yet, so all are kept, however much their memory is: the header of a pack alone may have
+        Nobody has seen them yet, so all are kept, however much memory they take: the header of a pack alone may have
         more than KEPT_NBYTES.
         """
         while (self._is_kept or self.nbytes <= nbytes) and self._next() is not None:
             pass
 
     def __iter__(self) -> Iterator[memoryview]:
-        """From the first to the last; those that are not kept, once."""
+        """Yields all pieces, from the first to the last; those that are not kept, once."""
         yield from list(self.views)
         while (view := self._next()) is not None:
             if self._kept_nbytes > KEPT_NBYTES:

@@ -1,7 +1,7 @@
 """Requests by obstore's client: how often one is sent, for how long, and what its failure means.
 
-Which requests there are is for the store to say. It has hasty handles on the client for a server that has not answered
-yet, and patient ones.
+The store says which requests there are. This module has hasty clients for a server that has not answered yet, and
+patient ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Requests:
-    """To one bucket, by one client."""
+    """Sends requests to one bucket, by one client."""
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self.url = without_userinfo(url).rstrip("/")
@@ -35,7 +35,7 @@ class Requests:
         one_by_one = {"disable_bulk_delete": True} if client.is_s3 else {}
         retry_s = io_limits.RETRY_S
         self.quick = client.open(io_limits.RUN_BYTES, True, min(io_limits.NOWHERE_S, retry_s), **one_by_one)
-        """A hasty one, until the server has answered."""
+        """A hasty client, until the server has answered."""
         self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
         self._open_uploads = cache(partial(client.open, idle=False, retry_s=retry_s))
         self._open_once = partial(client.open, retry_s=0.0)
@@ -43,22 +43,23 @@ class Requests:
         self.loop = ClientLoop("ckptlib-obstore")
 
     def uploads_of(self, part_nbytes: int) -> Any:
-        """For parts of this size, or of up to twice as much: a few clients are kept, which keep their connections."""
+        """Returns a client for parts of this size, or of up to twice as much: few are made, and each keeps its
+        connections."""
         nbytes = io_limits.PART_NBYTES
         while nbytes < part_nbytes:
             nbytes *= 2
         return self._open_uploads(nbytes)
 
     def deletes(self, num: int) -> Any:
-        """For so many objects, by as few requests as may be."""
+        """Returns a client that deletes `num` objects, by as few requests as may be."""
         return self.uploads_of(int(io_limits.DELETE_S * num * io_limits.SLOWEST_BPS))
 
     def once(self, is_small: bool) -> Any:
-        """One that sends nothing again, for objects that are put by one request."""
+        """Returns a client that sends nothing again, for objects that are put by one request."""
         return self._open_once(io_limits.RUN_BYTES if is_small else io_limits.PART_NBYTES, is_small)
 
     def below(self, key: str) -> str:
-        """Where it is in the bucket."""
+        """Returns where the key is in the bucket."""
         return "/".join(filter(None, [self.root, key]))
 
     def trust_address(self) -> None:
@@ -66,7 +67,7 @@ class Requests:
         self.quick = self._patient
 
     def close(self) -> None:
-        """Nothing is asked afterwards."""
+        """Closes the loop: nothing may be asked afterwards."""
         self.loop.close()
 
     def run(
@@ -78,8 +79,8 @@ class Requests:
         nbytes: int = 0,
         more_s: float = 0.0,
     ) -> T:
-        """The result of `work`. The client repeats requests that it takes for harmless; all of ours are. `more_s`: how
-        much longer than others one may take.
+        """Returns the result of `work`. The client repeats requests that it takes for harmless; all of ours are.
+        `more_s`: how much longer than others one may take.
 
         Raises Beyond, NoSuchRequest, and StoreErrors for the rest.
         """
@@ -95,7 +96,7 @@ class Requests:
                 failure = Failure.of(error)
                 if self.quick is not self._patient and failure.kind != "Connect":
                     self.trust_address()
-                    if failure.is_busy:  # for as long as a hasty one asks
+                    if failure.is_busy:  # only for as long as a hasty client asks
                         continue
                 if failure.is_beyond:
                     raise Beyond from None
@@ -108,11 +109,11 @@ class Requests:
                 time.sleep(wait_s)
 
     def error(self, error: BaseException, doing: str, key: str, nbytes: int) -> StoreError:
-        """What a failure of the client means to whoever asked."""
+        """Returns what a failure of the client means to whoever asked."""
         return Failure.of(error).as_error(error, doing, f"{self.url}/{key}", nbytes, self._secrets)
 
     def too_late(self, doing: str, key: str) -> StoreTimeout:
-        """Of a request that had a deadline."""
+        """Returns the error for a request that was not done by its deadline."""
         return StoreTimeout(f"{self.url}/{key}: cannot {doing}: not done by its deadline; it was given up")
 
 

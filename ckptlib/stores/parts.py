@@ -12,7 +12,8 @@ _STEP_NBYTES = 1 << 20
 
 
 def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[list[memoryview]]:
-    """Views of `first_nbytes` bytes of what the pieces hold, then of `nbytes` each; the last of the rest.
+    """Yields views of the first `first_nbytes` bytes of what the pieces hold, then of `nbytes` each; the last of the
+    rest.
 
     None of them is empty. A piece is taken when its bytes are due, and not before.
     """
@@ -31,14 +32,16 @@ def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[li
 
 
 def part_nbytes(nbytes: int, least: int, most: int, even: int, num: int) -> int:
-    """Of an object of `nbytes` bytes: `least` for `even` parts or fewer, then more, up to `most`.
+    """Returns the size of the parts of an object of `nbytes` bytes: `least` for `even` parts or fewer, then more, up to
+    `most`.
 
-    Beyond that only where there would be more than `num` of them.
+    Beyond that only if there would be more than `num` of them.
     """
     wanted = max(min(-(-nbytes // even), most), -(-nbytes // num))
     return max(least, -(-wanted // _STEP_NBYTES) * _STEP_NBYTES)
 
 
 def num_head_parts(head_nbytes: int, nbytes: int) -> int:
-    """How many parts of `nbytes` bytes a head of `head_nbytes` lies in; the last of them has a byte of the body."""
+    """Returns how many parts of `nbytes` bytes a head of `head_nbytes` lies in; the last of them has a byte of the
+    body."""
     return head_nbytes // nbytes + 1

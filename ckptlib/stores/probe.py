@@ -1,4 +1,4 @@
-"""A dry run of a store: one small object put, listed, got and deleted, so that a wrong URL or right fails at once."""
+"""A dry run of a store: puts, lists, gets and deletes one small object, so that a wrong URL or right fails at once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Result = TypeVar("Result")
 
 
 def probe(store: Store, must_delete: bool = True) -> Mapping[str, float]:
-    """Seconds that each of put, scan, get and delete took. Raises the store's errors, and StoreError for a lie.
+    """Returns the seconds that each of put, scan, get and delete took. Raises the store's errors, and StoreError for a
+    lie.
 
-    Without `must_delete`, it only warns where nothing may be deleted, as in a bucket that nobody shall empty.
+    Without `must_delete`, it only warns if nothing may be deleted, as in a bucket that nobody shall empty.
     """
     key = f"{PREFIX}{secrets.token_hex(8)}"
     data = secrets.token_bytes(64)
@@ -55,5 +56,5 @@ def probe(store: Store, must_delete: bool = True) -> Mapping[str, float]:
 
 
 def left(store: Store, oldest: float) -> list[Entry]:
-    """What dry runs and measurements that were killed before this moment, by the store's clock, have left."""
+    """Returns what dry runs and measurements that were killed before `oldest`, by the store's clock, have left."""
     return [entry for entry in store.scan(PREFIX) if _NAME.fullmatch(entry.key) and entry.modified < oldest]

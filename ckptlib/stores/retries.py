@@ -1,4 +1,4 @@
-"""How long a request that met a fault which may pass is sent again."""
+"""Decides how long a request that met a fault which may pass is sent again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ _MOST_S = 10.0
 
 
 class Retries:
-    """Of one request, from its first failure on: longer and longer waits at random, so that clients do not march in
-    step (full jitter, as in https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
-    """
+    """Waits of one request, from its first failure on: longer and longer, at random, so that clients do not march in
+    step (full jitter, as in https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
 
     def __init__(self, deadline: float | None) -> None:
         """`deadline`: by the monotonic clock; nothing is sent after it."""
@@ -25,9 +24,9 @@ class Retries:
         self._first_failure: float | None = None
 
     def wait_s(self, retry_s: float | None = None) -> float | None:
-        """After a failure: seconds to wait before the next try; None when there is to be none.
+        """Returns the seconds to wait before the next try, after a failure; None if there is to be none.
 
-        `retry_s`: for how long after failures of this kind, if not for RETRY_S.
+        `retry_s`: for how long to try after failures of this kind, if not for RETRY_S.
         """
         now = time.monotonic()
         if self._first_failure is None:
@@ -39,5 +38,5 @@ class Retries:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first try began."""
+        """Seconds since the first try began."""
         return time.monotonic() - self._began

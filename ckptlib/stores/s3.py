@@ -28,20 +28,21 @@ from ckptlib.stores.s3_read import Reading
 from ckptlib.stores.s3_upload import put
 
 PACK_NBYTES = 50 * 10**9
-"""One object per rank and save: no step needs as many listings as it has gigabytes. 10,000 parts of 16 MiB are more."""
+"""Most bytes of a pack: one object per rank and save, so that no step needs as many listings as it has gigabytes.
+10,000 parts of 16 MiB are more."""
 
 DIRECTORY_BUCKET = "--x-s3"
-"""How the name of one ends. There a listing is of whole directories, in any order and from the start; so Amazon's
-documents have it, and no test has asked Amazon."""
+"""How the name of a directory bucket ends. A listing there is of whole directories, in any order and from the start; so
+Amazon's documents have it, and no test has asked Amazon."""
 
 _BEFORE_SLASH = re.compile(r"[-.]")
 
 
 def start_after(prefix: str, after: str) -> str:
-    """A key at or before `after` behind which every server may begin a listing of `prefix`; '' for none.
+    """Returns a key at or before `after` from which every server may begin a listing of `prefix`; '' for none.
 
-    S3 sorts by bytes, so that `a-1` comes before `a/1`. SeaweedFS sorts by directories: behind `a-1` it leaves out all
-    of `a/`, and behind `a` as well. Nothing that is wanted is left out behind this key. JuiceFS refuses one that does
+    S3 sorts by bytes, so that `a-1` comes before `a/1`. SeaweedFS sorts by directories: after `a-1` it leaves out all
+    of `a/`, and after `a` as well. After this key, nothing that is wanted is left out. JuiceFS refuses one that does
     not have the prefix.
     """
     if not after.startswith(prefix):
@@ -54,7 +55,7 @@ def start_after(prefix: str, after: str) -> str:
 class S3Store(Store):
     """The objects below `url`, `s3://bucket/prefix`; `options` are those of s3fs.
 
-    A key that is put twice is overwritten, but where `create` says so and the server knows If-None-Match.
+    A key that is put twice is overwritten, unless `create` is true and the server knows If-None-Match.
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
@@ -110,7 +111,8 @@ class S3Store(Store):
         return [entry.key for entry in self._client.run(call, self._list(call, "", whole=False))[:most]]
 
     async def _list(self, call: Call, after: str, whole: bool = True) -> list[Entry]:
-        """Maybe others with them, of the same directory. `whole`: else of the first page."""
+        """Lists objects; others of the same directory may be among them. `whole`: if False, lists only the first
+        page."""
         root, prefix, start = self._client.prefix, call.key, start_after(call.key, after)
         if self._lists_directories:
             prefix, start = prefix[: prefix.rfind("/") + 1], ""
@@ -150,7 +152,8 @@ class S3Store(Store):
             await asyncio.gather(*map(self._delete_one, left[start : start + io_limits.DOCUMENT_THREADS]))
 
     async def _delete_many(self, call: Call, keys: Sequence[str]) -> list[str]:
-        """Returns those that are left to be deleted one by one, which tells what is the matter with each."""
+        """Deletes by one request. Returns those that are left to be deleted one by one, which tells what is the matter
+        with each."""
         wanted = {"Objects": [{"Key": self._client.prefix + key} for key in keys], "Quiet": True}
         more_s = io_limits.DELETE_S * len(keys)
         try:
@@ -185,7 +188,7 @@ class S3Store(Store):
                     await self._abort(upload["Key"], upload["UploadId"])
             if not page.get("IsTruncated"):
                 return
-            names = ("KeyMarker", "UploadIdMarker")  # of a directory bucket the first alone
+            names = ("KeyMarker", "UploadIdMarker")  # a directory bucket tells only the first
             marks = {name: page[f"Next{name}"] for name in names if page.get(f"Next{name}")}
             if "KeyMarker" not in marks or marks.items() <= where.items():
                 raise never_ends(f"{self.url}/{call.key}", call.doing)

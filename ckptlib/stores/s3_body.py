@@ -17,14 +17,14 @@ _SLICE_NBYTES = 256 << 10
 """Bytes for one call of `send`."""
 
 _SMALL_NBYTES = 16 << 10
-"""Smaller ones are joined first."""
+"""Smaller pieces are joined first."""
 
 _SOCKET_NBYTES = 4 << 20
-"""How much of a body that looks sent the kernel may still hold (the end of tcp_wmem)."""
+"""How many bytes of a body that looks sent the kernel may still hold (the end of tcp_wmem)."""
 
 
 class Progress:
-    """Of one try: how long it may yet stand still."""
+    """The progress of one try: how long it may yet stand still."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -34,7 +34,8 @@ class Progress:
         self._since = time.monotonic()
 
     def handed_over(self, nbytes: int) -> None:
-        """Some of a body of so many bytes may still be in the kernel's hands, where it cannot be seen to move."""
+        """Notes that a body was sent: some of its `nbytes` may still be in the kernel's hands, where they cannot be
+        seen to move."""
         self._since = time.monotonic() + min(nbytes, _SOCKET_NBYTES) / io_limits.SLOWEST_BPS
 
     def left_s(self) -> float:
@@ -42,7 +43,7 @@ class Progress:
 
 
 class Body:
-    """The bytes of the views, one behind the other."""
+    """A request's body: the bytes of the views, one behind the other."""
 
     def __init__(self, views: list[memoryview]) -> None:
         self.views = views
@@ -50,7 +51,7 @@ class Body:
 
     @cached_property
     def crc32(self) -> str:
-        """4 GB/s, where SHA-256 has 1.8 and MD5 0.75; other threads run meanwhile."""
+        """The CRC32, at 4 GB/s, where SHA-256 has 1.8 and MD5 0.75; other threads run meanwhile."""
         crc = 0
         for view in self.views:
             crc = zlib.crc32(view, crc)
@@ -64,7 +65,7 @@ class Body:
         return md5.digest()
 
     def sent(self, progress: Progress) -> Buffer | Sending:
-        """The body for one try of botocore."""
+        """Returns the body for one try of botocore."""
         return Sending(self, progress) if self.nbytes else b""
 
     def slices(self) -> Iterator[Buffer]:
@@ -98,7 +99,7 @@ class Sending:
         return self
 
     async def __anext__(self) -> Buffer:
-        """Asked for when the one before has left for the kernel."""
+        """Returns the next slice; asked for when the one before has left for the kernel."""
         for piece in self._slices:
             self._progress.moved()
             return piece
@@ -106,13 +107,13 @@ class Sending:
         raise StopAsyncIteration
 
     def read(self, nbytes: int = -1) -> Buffer:
-        """The next slice, of whatever size; b'' at the end."""
+        """Returns the next slice, of whatever size; b'' at the end."""
         return next(self._slices, b"")
 
     def tell(self) -> int:
         return 0
 
     def seek(self, position: int) -> int:
-        """Back to the start, which is all that anybody asks for."""
+        """Goes back to the start, which is all that anybody asks for."""
         self._slices = self._body.slices()
         return position

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _CONNECTIONS = 64
 _SILENCE_S = 3
-"""How many times the idle limit a server may think before it answers CompleteMultipartUpload: it joins the parts."""
+"""How many idle limits a server may think before it answers CompleteMultipartUpload: it joins the parts."""
 
 _LOOP_S = 10.0
 """How long the loop may be busy with something else, such as the start of a client."""
@@ -55,7 +55,7 @@ _CANCEL_S = 2.0
 """How long a request that was given up may take to end."""
 
 _GIVEN = ("key", "username", "anon", "session")
-"""Options by which the credentials are what they are, for good."""
+"""Options that fix the credentials, for good."""
 
 _OF_OBJECT = ({"ContentLength"}, {"ETag", "LastModified"})
 _TOLD: dict[str, tuple[set[str], ...]] = {
@@ -66,13 +66,13 @@ _TOLD: dict[str, tuple[set[str], ...]] = {
     "get_object": _OF_OBJECT,
     "head_object": _OF_OBJECT,
 }
-"""What every server of S3 tells, one of each set, when it has done what it was asked. A page that a proxy answers by,
-or sends us to, would else be taken for the proof of a put, or for an empty bucket."""
+"""Fields of an answer, at least one of each set, that every server of S3 gives when it has done what it was asked. Else
+a page that a proxy answers by, or sends us to, would be taken for the proof of a put, or for an empty bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a store's method: for messages, and when all of it must have ended."""
+    """One call of a store's method: what it does, for messages, and when all of it must have ended."""
 
     doing: str
     key: str
@@ -81,7 +81,7 @@ class Call:
 
 
 Attempt: TypeAlias = "Callable[[Progress], Coroutine[Any, Any, T]]"
-"""One try of a request, which tells when it moves."""
+"""Makes one try of a request, and tells when it moves."""
 
 
 class S3Client:
@@ -98,7 +98,7 @@ class S3Client:
         self._s3: Any = None
         self.sums = Sums()
         self.was_there = False
-        """Whether the server has answered; then whoever refuses connections is away for a while."""
+        """Whether the server has answered; if so, one that refuses connections is only away for a while."""
         self._pid = os.getpid()
         client_kwargs: Any = options.get("client_kwargs") or {}
         self._looks_up = not (any(map(options.get, _GIVEN)) or "aws_access_key_id" in client_kwargs)
@@ -116,10 +116,10 @@ class S3Client:
         retries: Retries | None = None,
         more_s: float = 0.0,
     ) -> dict[str, Any]:
-        """The answer to one request without a body, which is sent again after what may pass. `more_s`: how much longer
-        than another the server may think.
+        """Returns the answer to one request without a body, which is sent again after what may pass. `more_s`: how much
+        longer than another the server may think.
 
-        Raises botocore's error for an answer that will not, and StoreTimeout.
+        Raises botocore's error for an answer that will not pass, and StoreTimeout.
         """
         idle_s = io_limits.IDLE_S * (_SILENCE_S if operation == "complete_multipart_upload" else 1) + more_s
 
@@ -137,7 +137,8 @@ class S3Client:
         sums: dict[str, str],
         retries: Retries,
     ) -> dict[str, Any]:
-        """The same with a body, until the server has checked it; `sums`: what `self.sums` said of it."""
+        """Sends a request with a body until the server has checked it; returns the answer. `sums`: what `self.sums`
+        said of it."""
 
         async def request(progress: Progress) -> dict[str, Any]:
             return await self.send(operation, {**parameters, **sums, "Body": body.sent(progress)})
@@ -155,7 +156,7 @@ class S3Client:
             sums = self.sums.of(body)
 
     async def tried(self, call: Call, attempt: Attempt[T], retries: Retries, idle_s: float | None = None) -> T:
-        """The result of an attempt, which is watched, and made again after a fault that may pass, or by newer
+        """Returns the result of an attempt, which is watched, and repeated after a fault that may pass, or with newer
         credentials."""
         while True:
             renewals = self._renewals
@@ -181,7 +182,7 @@ class S3Client:
             await asyncio.sleep(wait_s)
 
     async def _is_renewed(self, renewals: int) -> bool:
-        """Whether the credentials are others than those of which there were so many `renewals`; looks for such.
+        """Looks for other credentials than those at `renewals`; returns whether there are some.
 
         They are put into those that the client has, so that no request of it is disturbed.
         """
@@ -205,7 +206,7 @@ class S3Client:
             return True
 
     async def send(self, operation: str, parameters: Mapping[str, object]) -> dict[str, Any]:
-        """One request, neither watched nor sent again."""
+        """Sends one request, which is neither watched nor sent again."""
         await self._fs.set_session()
         client = await self._fs.get_s3(self.bucket)
         if client is not self._s3:
@@ -229,7 +230,7 @@ class S3Client:
     # -- on any other thread
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begins it on the thread of fsspec's loop."""
+        """Begins the work on the thread of fsspec's loop."""
         try:
             if self._pid != os.getpid():
                 raise StoreError(f"{self.url}: opened in another process; open the store again after a fork")
@@ -239,7 +240,7 @@ class S3Client:
             raise
 
     def wait(self, call: Call, futures: Collection[concurrent.futures.Future[Any]]) -> None:
-        """Until one of them is done. Raises StoreTimeout when the loop does not run, whatever holds it."""
+        """Returns when one of them is done. Raises StoreTimeout if the loop does not run, whatever holds it."""
         while True:
             wait_s = _LOOP_S
             if call.deadline is not None:
@@ -263,7 +264,7 @@ class S3Client:
         return answered.wait(wait_s)
 
     def run(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
-        """The result of the coroutine."""
+        """Returns the result of the coroutine."""
         with self.failures(call):
             future = self.start(work)
             self.wait(call, [future])
@@ -271,7 +272,7 @@ class S3Client:
 
     @contextlib.contextmanager
     def failures(self, call: Call) -> Iterator[None]:
-        """Errors of the clients become those of the contract."""
+        """Turns errors of the clients into those of the contract."""
         try:
             yield
         except CkptError:
@@ -280,7 +281,7 @@ class S3Client:
             raise self.failure(call, error) from self._secrets.harmless(error)
 
     def failure(self, call: Call, error: BaseException, kind: type[StoreError] | None = None) -> StoreError:
-        """`kind`: what it is here, if not what it is everywhere."""
+        """Returns the error of the contract. `kind`: its class here, if not the one that it has everywhere."""
         return (kind or meaning_of(error).kind)(self._told(call, error, ""))
 
     def _told(self, call: Call, error: BaseException, tries: str) -> str:
@@ -299,7 +300,7 @@ class S3Client:
 
 
 async def _watched(work: Coroutine[Any, Any, T], progress: Progress, deadline: float | None) -> T:
-    """Its result. Raises Stalled when it makes no progress for too long, and at the deadline."""
+    """Returns the result of the work. Raises Stalled if it makes no progress for too long, and at the deadline."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -319,7 +320,7 @@ def _why(progress: Progress) -> str:
 
 
 async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Ends those that are not done; their connections are closed."""
+    """Ends tasks that are not done; their connections are closed."""
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()
@@ -335,7 +336,7 @@ def _expect_nothing(params: dict[str, Any], **_: object) -> None:
 
 
 def _config(given: object) -> dict[str, Any]:
-    """The user's options for botocore, but for tries and time-outs, which are ours."""
+    """Returns the user's options for botocore, but for tries and time-outs, which are ours."""
     wanted: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
     defaults = {
         "parameter_validation": False,
@@ -368,7 +369,7 @@ def _takes(config: Mapping[str, object], sockets: Mapping[str, object]) -> bool:
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """One whose connection ends when the server has taken nothing of what was sent for so long."""
+    """Returns a socket whose connection ends when the server has taken nothing of what was sent for too long."""
     made = socket.socket(*address[:3])
     with contextlib.suppress(OSError):  # a kernel that does not know it
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * io_limits.IDLE_S * _SILENCE_S))

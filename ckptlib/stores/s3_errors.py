@@ -46,7 +46,7 @@ _DENIED = {
 """Errors that come again until somebody changes something, and do not concern one object."""
 
 STALE = {"InvalidAccessKeyId", *(code for code, advice in _DENIED.items() if advice == _RENEW)}
-"""Answers that may be for want of newer credentials; what was asked for was not done."""
+"""Codes that may be for want of newer credentials; what was asked for was not done."""
 
 _FULL = {"InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "DiskQuota"}
 
@@ -60,12 +60,13 @@ _PASSING = {
 _PASSING_STATUS = {408, 429, 500, 502, 503, 504}
 
 _OF_PAGES = {403: {"", "403"}, 404: {"", "404"}}
-"""By status: the codes of an answer whose body is none of S3's. What a proxy says of a server that is away, or refuses
-for a while, must not be taken for the word that there is no such object, or that nobody may read it; a HEAD has no
-body."""
+"""By status: the codes of an answer whose body is not one of S3's. What a proxy says of a server that is away, or
+refuses for a while, must not be taken for the word that there is no such object, or that nobody may read it; a HEAD has
+no body."""
 
 _PUTS = ("PutObject", "UploadPart", "CompleteMultipartUpload")
-"""JuiceFS answers that there is no such key when another client deletes the last object beside the new one."""
+"""Operations to which JuiceFS answers that there is no such key if another client deletes the last object beside the
+new one."""
 
 _CERTIFICATE = {
     9: certificates.EXPIRED,
@@ -73,7 +74,7 @@ _CERTIFICATE = {
     62: certificates.OTHER_NAME,
     64: certificates.OTHER_NAME,
 }
-"""By X509_V_ERR_CERT_NOT_YET_VALID, CERT_HAS_EXPIRED, HOSTNAME_MISMATCH and IP_ADDRESS_MISMATCH of OpenSSL."""
+"""Reasons, by X509_V_ERR_CERT_NOT_YET_VALID, CERT_HAS_EXPIRED, HOSTNAME_MISMATCH and IP_ADDRESS_MISMATCH of OpenSSL."""
 
 _NO_CREDENTIALS = (
     boto.NoCredentialsError,
@@ -89,11 +90,11 @@ class Stalled(Exception):
 
 
 class Torn(Exception):
-    """An answer ended before its end."""
+    """An answer broke off before its end."""
 
 
 class Foreign(Exception):
-    """What answered by success is no server of S3: a proxy's own page, or a server that was cut off at once."""
+    """What answered by success is no server of S3, but a proxy's own page, or a server that was cut off at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +111,19 @@ class Meaning:
 
 
 def code_of(error: BaseException) -> str:
-    """The server's error code; '' where it did not answer."""
+    """Returns the server's error code; '' if it did not answer."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 
 def status_of(error: BaseException) -> int:
-    """Of the server's answer; 0 where it did not answer."""
+    """Returns the status of the server's answer; 0 if it did not answer."""
     if not isinstance(error, boto.ClientError):
         return 0
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def meaning_of(error: BaseException) -> Meaning:
-    """Of whatever a request raises."""
+    """Returns the meaning of whatever a request raises."""
     if isinstance(error, boto.ClientError):
         if code_of(error) == "NoSuchKey" and error.operation_name in _PUTS:
             return Meaning(StoreTimeout, passes=True)
@@ -162,7 +163,7 @@ _SILENCE = (
     boto.CredentialRetrievalError,
     ResponseParserError,
 )
-"""No answer, or none that makes sense: the network's, a proxy's or a server's that goes down."""
+"""Errors for no answer, or none that makes sense: the network's, a proxy's or a server's that goes down."""
 
 
 def _of_answer(code: str, status: int) -> Meaning:
@@ -190,7 +191,7 @@ def _advice(causes: list[BaseException]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from, as chained by Python, by botocore and by aiohttp."""
+    """Yields the error and what it came from, as chained by Python, by botocore and by aiohttp."""
     seen: set[int] = set()
     left: list[object] = [error]
     while left:

@@ -1,4 +1,4 @@
-"""How bytes of an object come from a bucket: straight to their place, and on from where a try broke off."""
+"""Reads bytes of an object from a bucket: straight to their place, and on from where a try broke off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class Reading:
-    """Of `nbytes` bytes of an object from `offset`, or all up to the end when None; runs on the loop's thread.
+    """Reads `nbytes` bytes of an object from `offset`, or all up to the end when None; runs on the loop's thread.
 
     `place` is given each chunk, in order, with the number of bytes before it.
     """
@@ -39,7 +39,7 @@ class Reading:
         """Size of the object, and its ETag."""
 
     async def run(self) -> None:
-        """Raises FormatError when the object ends earlier."""
+        """Reads the range. Raises FormatError when the object ends earlier."""
         try:
             if self._nbytes == 0:
                 self._count(await self._size())
@@ -84,7 +84,7 @@ class Reading:
         return "" if self._nbytes is None else str(self._offset + self._nbytes - 1)
 
     def _check(self, answer: dict[str, Any], first: int) -> int:
-        """How many bytes the whole range has; `first`: the first one that this answer should have."""
+        """Returns how many bytes the whole range has; `first`: the first one that this answer should have."""
         check_plain(self._where, answer.get("ContentEncoding"))
         length = int(answer["ContentLength"])
         begin, last, size = self._range(answer.get("ContentRange")) or (0, length - 1, length)
@@ -99,7 +99,7 @@ class Reading:
         return count
 
     def _range(self, told: str | None) -> tuple[int, int, int] | None:
-        """First byte, last byte and the object's size, where the server does not send all of it."""
+        """Returns the first byte, the last byte and the object's size; None if the server sends all of it."""
         if told is None:
             return None
         found = _RANGE.fullmatch(told)
@@ -118,7 +118,7 @@ class Reading:
 
 
 async def _chunks(body: Any) -> Any:
-    """As they come from the socket: `body.read` would copy them together first."""
+    """Yields chunks as they come from the socket: `body.read` would copy them together first."""
     content = getattr(body, "raw_stream", body).content
     if hasattr(content, "set_read_chunk_size"):
         content.set_read_chunk_size(_READ_NBYTES)  # or reading stops and starts again for every 128 KiB

@@ -1,4 +1,4 @@
-"""How a server is made to check the bytes that it is sent: by CRC32 where it knows that, by MD5 where it does not.
+"""Makes a server check the bytes that it is sent: by CRC32 if it knows that, else by MD5.
 
 A server that knows CRC32 tells it back; SeaweedFS and Amazon do. One that does not, such as JuiceFS, says nothing and
 stores whatever comes. So the first bodies carry both sums, and nothing is ever stored unchecked.
@@ -30,12 +30,12 @@ class Sums:
         return {"ChecksumAlgorithm": "CRC32"} if _CRC32 in self._kinds else {}
 
     def of(self, body: Body) -> dict[str, str]:
-        """Parameters of the request that has this body. Reads all of it."""
+        """Returns the parameters of the request that has this body. Reads all of it."""
         md5 = _md5(body) if _MD5 in self._kinds else {}
         return {_CRC32: body.crc32, **md5} if _CRC32 in self._kinds else md5
 
     def checked(self, sent: dict[str, str], answer: dict[str, Any]) -> bool:
-        """Whether the server has compared what it got; if not, it must be sent again, with another sum."""
+        """Whether the server has compared what it got; if not, the body must be sent again, with another sum."""
         if self._sure and _CRC32 in sent and _CRC32 not in answer:  # another server, or a proxy that tells less
             self._sure, self._kinds = False, {_CRC32, _MD5}
         elif _CRC32 in sent and not self._sure:
@@ -44,7 +44,7 @@ class Sums:
         return _MD5 in sent or _CRC32 in answer
 
     def refused(self, sent: dict[str, str], error: ClientError) -> bool:
-        """Whether it is for its sums that a request is refused; then others are taken from now on."""
+        """Whether a request was refused for its sums; if so, others are used from now on."""
         has_crc32 = _CRC32 in sent or "ChecksumAlgorithm" in sent
         unknown = code_of(error) == "NotImplemented" or status_of(error) == 400
         if self._sure or not has_crc32 or not unknown or meaning_of(error).passes:
@@ -54,7 +54,7 @@ class Sums:
 
 
 def fits(sums: dict[str, str], body: Body) -> bool:
-    """Whether they are of this body."""
+    """Whether the sums are of this body."""
     return sums.items() <= {_CRC32: body.crc32, **_md5(body)}.items()
 
 

@@ -1,4 +1,4 @@
-"""How an object becomes one of a bucket: by one request, or in parts that appear together."""
+"""Puts an object into a bucket: by one request, or in parts that appear together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptlib.stores.s3_sums import fits
 
 MOST_PARTS = 10_000
 _CREATE: dict[str, object] = {"IfNoneMatch": "*"}
-"""Only where nothing has the key; left out for a server that says that it does not know this."""
+"""Condition that nothing has the key; left out for a server that says that it does not know this."""
 
 _MD5 = re.compile(r'"?[0-9a-f]{32}"?')
 
@@ -39,7 +39,8 @@ _ABORT_S = 5.0
 
 
 def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], create: bool) -> None:
-    """Puts the object whole. Parts that hold the head are kept back to the end, and so is what is in one with it."""
+    """Puts the object whole. Parts with a piece of the head are kept back to the end, and so is the body's beginning in
+    them."""
     size = _part_nbytes(head, pieces)
     num_head = num_head_parts(head.nbytes, size)
     parts = cut(pieces, num_head * size - head.nbytes, size)
@@ -58,8 +59,8 @@ def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], cre
 
 
 def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
-    """Parts are held in memory while they are under way, unless they lie there anyway: else they are as small as may
-    be."""
+    """Returns the size of the parts. They are held in memory while under way, unless they lie there anyway: else they
+    are as small as may be."""
     if not isinstance(pieces, Counted):
         return io_limits.PART_NBYTES
     nbytes, least = head.nbytes + pieces.nbytes, io_limits.PART_NBYTES
@@ -88,14 +89,14 @@ async def _put_whole(
 
 
 async def _holds(client: S3Client, call: Call, data: Body) -> bool:
-    """Whether the object is what we put: the answer to an earlier try was lost, and this one found its object."""
+    """Whether the object is what we put: then the answer to an earlier try was lost, and this one found its object."""
     answer = await client.ask(call, "get_object", {"Key": client.prefix + call.key})
     there = await asyncio.wait_for(answer["Body"].read(), io_limits.IDLE_S + data.nbytes / io_limits.SLOWEST_BPS)
     return bool(there == b"".join(data.views))
 
 
 class Upload:
-    """Parts of an object that nobody sees before `complete`; leaving the context by an error drops them.
+    """Sends parts of an object that nobody sees before `complete`; leaving the context by an error drops them.
 
     Used by one thread, which waits while `io_limits.PARTS_IN_FLIGHT` parts are under way.
     """
@@ -105,7 +106,7 @@ class Upload:
         self._key = client.prefix + call.key
         self._futures: set[concurrent.futures.Future[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Of the loop's thread."""
+        """Tasks of the loop's thread."""
         self._sent: dict[int, tuple[int, dict[str, str]]] = {}
         """Bytes of each part, and their sums."""
         self._parts: dict[int, dict[str, object]] = {}
@@ -141,7 +142,7 @@ class Upload:
             self._futures.add(self._client.start(self._send(number, data, sums)))
 
     def _wait(self, num_left: int) -> None:
-        """Waits until at most so many parts are in flight. Raises the error of any."""
+        """Waits until at most `num_left` parts are in flight. Raises the error of any."""
         while len(self._futures) > num_left:
             self._client.wait(self._call, self._futures)
             done = {future for future in self._futures if future.done()}
@@ -160,7 +161,7 @@ class Upload:
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """Of the task that runs it, so that `_drop` can end it."""
+        """Notes the task that runs it, so that `_drop` can end it."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -198,8 +199,8 @@ class Upload:
                     await self._check_there(call)
 
     async def _ask_to_complete(self, call: Call, request: dict[str, object], retries: Retries) -> dict[str, Any]:
-        """A list of parts that was altered on its way, where no checksum protects it, is refused by 400 or 404: it is
-        sent once more."""
+        """Asks for the object of the parts. A list of parts that was altered on its way, if no checksum protects it, is
+        refused by 400 or 404: so it is sent once more."""
         try:
             return await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
         except ClientError as error:
@@ -209,7 +210,8 @@ class Upload:
         return await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
 
     async def _check_there(self, call: Call) -> None:
-        """After 200 and no result, as of a proxy, or cut off: the status comes before the parts are joined."""
+        """Raises StoreError if the object is not there after 200 and no result, as of a proxy, or cut off: the status
+        comes before the parts are joined."""
         found = await self._found()
         if found is None or found["ContentLength"] != self._nbytes:
             raise StoreError(
@@ -218,14 +220,15 @@ class Upload:
             )
 
     async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
-        """Whether the object is made of these parts. Where its ETag does not tell, as that of rclone, it is read."""
+        """Whether the object is made of these parts. If its ETag does not tell, as that of rclone, the object is
+        read."""
         found = await self._found()
         if found is None or found["ContentLength"] != self._nbytes:
             return False
         return found["ETag"].strip('"') == _etag(parts) or await self._holds_what_was_sent()
 
     async def _holds_what_was_sent(self) -> bool:
-        """One part at a time, by the sums that it was sent with."""
+        """Reads one part at a time; returns whether each has the sums that it was sent with."""
         call, at = replace(self._call, doing="get"), 0
         for _, (nbytes, sums) in sorted(self._sent.items()):
             part = bytearray(nbytes)
@@ -240,7 +243,7 @@ class Upload:
         return True
 
     async def _found(self) -> dict[str, Any] | None:
-        """What the server tells of the object; None where there is none."""
+        """Returns what the server tells of the object; None if there is none."""
         try:
             return await self._client.ask(self._call, "head_object", {"Key": self._key})
         except ClientError as error:
@@ -263,7 +266,7 @@ class Upload:
 
 
 def _etag(parts: list[dict[str, object]]) -> str | None:
-    """The ETag that S3 gives an object of these parts; None where their ETags are no MD5."""
+    """Returns the ETag that S3 gives an object of these parts; None if their ETags are no MD5."""
     if not all(_MD5.fullmatch(str(part["ETag"])) for part in parts):
         return None
     md5s = b"".join(bytes.fromhex(str(part["ETag"]).strip('"')) for part in parts)

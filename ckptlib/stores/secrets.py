@@ -16,18 +16,18 @@ class Secrets:
         self._secrets = _secrets_of({**options, "url": url})
 
     def hide(self, text: str) -> str:
-        """The same with stars for each secret."""
+        """Returns the text with stars for each secret."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
 
     def harmless(self, error: BaseException) -> BaseException | None:
-        """The error, to be chained; None when a traceback would print a secret with it."""
+        """Returns the error, to be chained; None if a traceback would print a secret with it."""
         return None if any(secret in str(error) for secret in self._secrets) else error
 
 
 def without_userinfo(url: str) -> str:
-    """The URL as it may be shown."""
+    """Returns the URL as it may be shown."""
     return _USERINFO.sub("://", url)
 
 

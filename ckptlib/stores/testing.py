@@ -18,7 +18,7 @@ A plan is a JSON list of rules, each an object with
     seconds   how long a stall lasts
     once      true: at most one of all the processes that share the plan meets the fault, and only one time
 
-`write_plan` replaces it at once for all who read it. Whoever writes it in place has them meet half of it.
+`write_plan` replaces a plan at once for all who read it. If it is written in place, they may read half of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "denied"
 
 
 def open_testing_store(url: str, options: Mapping[str, object] | None, open_store: OpenStore) -> Store:
-    """The store of a `latency+...` or `fault+...` URL; what follows the plus, `open_store` opens."""
+    """Opens the store of a `latency+...` or `fault+...` URL; `open_store` opens what follows the plus."""
     kind, _, rest = url.partition("+")
     if kind == "latency":
         inner, latency = _split_parameter(rest, "latency")
@@ -89,7 +89,7 @@ class _HookedStore(Store):
 
     @abstractmethod
     def _around(self, op: str, key: str, data: Buffer = b"") -> AbstractContextManager[Buffer]:
-        """What happens before and after the operation; gives the data that it puts."""
+        """Returns the context around an operation, which yields the data to put."""
 
     @override
     def put(
@@ -157,7 +157,8 @@ class _HookedStore(Store):
 
 
 class _Link:
-    """One direction between a process and a store: takes so many bytes per second, in the order in which they come."""
+    """One direction between a process and a store: passes a number of bytes per second, in the order in which they
+    come."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -165,21 +166,21 @@ class _Link:
         self._free_at = 0.0
 
     def reserve(self, nbytes: int) -> float:
-        """When the last of these bytes is through; by the monotonic clock."""
+        """Returns when the last of these bytes is through, by the monotonic clock."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_second
             return self._free_at
 
 
 class LatencyStore(_HookedStore):
-    """An object store's round trips on a laptop: every operation waits `latency_s` seconds first.
+    """Simulates an object store's round trips on a laptop: every operation waits `latency_s` seconds first.
 
-    The pieces of an object do not: an object store publishes none of them before the commit. With a bandwidth, in bytes
-    per second, what is put and got takes the time that it then would, beside all other requests of this process.
+    The pieces of an object do not wait: an object store publishes none of them before the commit. With a bandwidth, in
+    bytes per second, what is put and got takes the time that it then would, beside all other requests of this process.
     """
 
     _links: ClassVar[dict[tuple[str, float, str], _Link]] = {}
-    """By URL, bandwidth and direction: of the process, however often the store is opened."""
+    """Links of this process, by URL, bandwidth and direction, however often the store is opened."""
 
     _links_lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -223,14 +224,14 @@ class LatencyStore(_HookedStore):
 
 
 def _sleep_until(when: float) -> None:
-    """By the monotonic clock."""
+    """Sleeps until this time of the monotonic clock."""
     left = when - time.monotonic()
     if left > 0:
         time.sleep(left)
 
 
 _HOLD_POLL_S = 0.01
-"""Between two looks at the plan of an operation that is held."""
+"""Seconds between two looks at the plan for an operation that is held."""
 
 
 class Rule(TypedDict):
@@ -252,7 +253,7 @@ class FaultStore(_HookedStore):
     """
 
     _counts: ClassVar[Counter[tuple[str, str]]] = Counter()
-    """Operations that a rule was about, by plan and rule: of the process, however often the store is opened."""
+    """Operations that a rule was about, by plan and rule, in this process, however often the store is opened."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
 

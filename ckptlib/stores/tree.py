@@ -1,9 +1,9 @@
 """The directories and files below the root of a local store, each opened from the one above it.
 
-No link is followed below the root: a name that a path leads through may become a link between a listing and a
-deletion, and what it points to is not ours. The root itself may be a link. What is reached through one, or is no
-regular file, is no object; but a link in the root, where whole directories are moved to another disk by, is refused
-in words: a root without its steps would look like a new one.
+No link is followed below the root: a name on a path may become a link between a listing and a deletion, and its target
+is not ours. The root itself may be a link. What is reached through a link, or is no regular file, is no object; but a
+link in the root, as people make to move whole directories to another disk, is refused in words: a root without its
+steps would look like a new one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from ckptlib.errors import StoreError
 
 BY_PATH = not hasattr(os, "O_DIRECTORY")
-"""Windows: directories have no descriptors. Roots are read there, and neither written nor deleted from."""
+"""Whether this is Windows, where directories have no descriptors. Roots are read there, and neither written nor deleted
+from."""
 
 _DIRECTORY: int = 0 if BY_PATH else os.O_DIRECTORY | os.O_CLOEXEC
 
 _PASS: int = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
-"""To go through a directory, for which it need not be readable, and which costs a file server nothing."""
+"""Flags to go through a directory, for which it need not be readable, and which costs a file server nothing."""
 
 _LIST = os.O_RDONLY | _DIRECTORY
 
@@ -38,9 +39,11 @@ _KINDS = {
 
 @contextlib.contextmanager
 def directory(root: str, names: Sequence[str], to_list: bool = False) -> Iterator[int]:
-    """A descriptor of the directory of these names below `root`: to go through, or also to be listed and flushed.
+    """Yields a descriptor of the directory of these names below `root`: to go through, or also to be listed and
+    flushed.
 
-    Raises OSError, also for what is no directory; StoreError for a link in the root, or one to it that leads nowhere.
+    Raises OSError, also for what is no directory; StoreError for a link in the root, or if the root is a link that
+    leads nowhere.
     """
     flags = _LIST if to_list else _PASS
     fd = _open_root(root, flags if not names else _PASS)
@@ -61,12 +64,13 @@ def make(root: str, names: Sequence[str]) -> None:
 
 
 def inner(fd: int, name: str) -> int:
-    """A descriptor, to be listed, of a directory in the one that `fd` is of. Raises OSError, also for a link."""
+    """Returns a descriptor, to be listed, of a directory in that of `fd`. Raises OSError, also for a link."""
     return _open(fd, name, _LIST)
 
 
 def open_file(fd: int, name: str) -> tuple[int, os.stat_result]:
-    """A regular file to be read, never waited for, and what it is like. Raises OSError; NotAFile for anything else."""
+    """Opens a regular file to be read, and never waits for it; returns its descriptor and status. Raises OSError;
+    NotAFile for anything else."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
     except FileNotFoundError:
@@ -87,7 +91,7 @@ def open_file(fd: int, name: str) -> tuple[int, os.stat_result]:
 
 
 def open_by_path(path: str) -> tuple[int, os.stat_result]:
-    """As `open_file`, but for links above the file."""
+    """Does what `open_file` does, but follows links above the file."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode):
         raise NotAFile(_kind(found.st_mode))
@@ -99,7 +103,7 @@ class NotAFile(OSError):
 
 
 def kind_of(fd: int, name: str) -> str | None:
-    """The kind of file under a name, in words; None for a regular file, and where that cannot be told."""
+    """Returns the kind of file under a name, in words; None for a regular file, or if that cannot be told."""
     try:
         mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
     except OSError:
