@@ -1,1 +1,1 @@
-"""From a committed step to checked bytes: names, slices, digests. No torch."""
+"""Reads a committed step into checked bytes: names, slices, digests. No torch."""

@@ -1,4 +1,4 @@
-"""A step read into numpy arrays of bytes; the caller knows their dtypes."""
+"""Reads a step into numpy arrays of bytes; the caller knows their dtypes."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _RAW: dict[int, np.dtype[Any]] = {
     8: np.dtype("u8"),
     16: np.dtype("V16"),
 }
-"""By size: elements that are copied bit for bit."""
+"""numpy dtypes by size; elements are copied bit for bit."""
 
 
 class Raw(NamedTuple):
     """A row-major array of elements of a dtype that numpy may not have."""
 
     array: np.ndarray
-    """Of elements of the same size."""
+    """Elements of the same size."""
     dtype: str
-    """torch's name."""
+    """torch's name of the dtype."""
 
     @property
     def data(self) -> memoryview:
-        """Its bytes."""
+        """Bytes of the array."""
         return self.array.reshape(-1).view(np.uint8).data
 
 
 ALIGN_FROM_BYTES = 1 << 20
-"""What is as large begins on a page: numpy's own begin 16 bytes behind one, and the kernel copies slower to there."""
+"""Larger arrays begin on a page: numpy's own begin 16 bytes behind one, and the kernel copies slower to there."""
 
 
 def empty(name: str, dtype: str, shape: Sequence[int]) -> Raw:
-    """Memory for a box of a tensor. Raises NoRoom."""
+    """Returns memory for a box of a tensor. Raises NoRoom."""
     try:
         return Raw(_empty(tuple(shape), raw_dtype(dtype)), dtype)
     except (MemoryError, ValueError) as error:  # ValueError: a size beyond 64 bits
@@ -61,7 +61,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
-    """Of elements as large as this dtype's."""
+    """Returns a numpy dtype with elements of the same size."""
     return _RAW[dtypes.itemsize(dtype)]
 
 
@@ -81,7 +81,7 @@ class ArrayTarget(Target):
 
 
 class ArrayLanding(Landing):
-    """Stretches of chunks go into arrays."""
+    """Copies stretches of chunks into arrays."""
 
     @override
     def put(self, copy: ByteCopy, data: memoryview) -> None:

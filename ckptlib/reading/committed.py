@@ -11,11 +11,11 @@ from ckptlib.format.part import Part
 from ckptlib.stores.io_limits import RUN_BYTES, IoLimits
 
 NEAR = IoLimits()
-"""Of local stores."""
+"""Limits for local stores."""
 
 FAR = IoLimits(direct_from=RUN_BYTES // 2, reads=2)
-"""Of remote stores: a request costs tens of milliseconds, in which a connection brings some megabytes, so tensors of a
-few megabytes come several at a time, which costs a copy of them."""
+"""Limits for remote stores. A request costs tens of milliseconds, in which a connection brings some megabytes, so
+tensors of a few megabytes are read several at a time, which costs a copy of them."""
 
 
 class Committed:
@@ -39,7 +39,7 @@ class Committed:
         self._catalog.store.get_into(pack, offset, buffer)
 
     def near(self, ranks: Collection[int]) -> None:
-        """A store is as far from one rank as from another."""
+        """Returns None: a store is equally far from all ranks."""
 
     def bring(self, ranks: Collection[int]) -> None:
-        """All of it is readable everywhere."""
+        """Does nothing: all of a store is readable everywhere."""

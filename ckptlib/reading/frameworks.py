@@ -1,4 +1,5 @@
-"""Elements of a checkpoint as the arrays or tensors of a framework. It is imported when the first one is made."""
+"""Presents elements of a checkpoint as arrays or tensors of a framework, which is imported when the first one is
+made."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ckptlib.reading.arrays import Raw
 
 NUMPY, TORCH = "numpy", "pt"
 _NAMES = {"numpy": NUMPY, "np": NUMPY, "pt": TORCH, "torch": TORCH, "pytorch": TORCH}
-"""Those of safetensors."""
+"""Names of frameworks, as in safetensors."""
 
 _NUMPY = {
     "bool": "?",
@@ -21,7 +22,8 @@ _NUMPY = {
 
 
 def framework_of(name: str | None) -> str:
-    """The framework that is meant; None: torch where it is installed. Raises ValueError for one that is not known."""
+    """Returns the framework of this name; None: torch if it is installed, else numpy. Raises ValueError for an unknown
+    name, ImportError if torch is not installed."""
     if name is None:
         return TORCH if _has_torch() else NUMPY
     if name not in _NAMES:
@@ -40,7 +42,7 @@ def _has_torch() -> bool:
 
 
 def check(framework: str, name: str, dtype: str) -> None:
-    """Raises UnsupportedState for a tensor that the framework has no elements for; before it is read."""
+    """Raises UnsupportedState for a tensor whose elements the framework lacks; called before it is read."""
     if framework == NUMPY and dtype not in _NUMPY:
         raise UnsupportedState(
             f"{name}: numpy has no {dtype}. Install torch and ask for framework='pt', or convert: "
@@ -51,7 +53,7 @@ def check(framework: str, name: str, dtype: str) -> None:
 
 
 def present(framework: str, name: str, raw: Raw) -> Any:
-    """The same memory as an array or a tensor."""
+    """Returns the same memory as an array or a tensor."""
     if framework == NUMPY:
         return raw.array.view(_NUMPY[raw.dtype])
     import torch
@@ -63,7 +65,7 @@ def present(framework: str, name: str, raw: Raw) -> Any:
 
 
 def copied(framework: str, part: Any) -> Any:
-    """The same elements in memory of their own: a view holds all of what it is a part of."""
+    """Returns a copy of the elements: a view would keep all of the memory that it is a part of."""
     return part.copy() if framework == NUMPY else part.clone()
 
 

@@ -1,4 +1,4 @@
-"""The threads that carry out the requests of one read; or none beside the one that asks."""
+"""The threads that carry out the requests of one read; none besides the caller's if one is enough."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ B = TypeVar("B")
 
 
 class Hands:
-    """So many at once.
+    """Makes up to `num` calls at once.
 
-    One works on the thread that asks: to be handed 150 requests, and to hand back what became of them, wakes two
-    threads each time, which take the interpreter's lock from each other.
+    A single one is made on the caller's thread: handing over 150 requests and their results wakes two threads each
+    time, which take the interpreter's lock from each other.
     """
 
     def __init__(self, num: int) -> None:
         self._executor = ThreadPoolExecutor(num, "ckptlib-read") if num > 1 else None
 
     def map(self, call: Callable[[A], B], on: Iterable[A]) -> Iterator[B]:
-        """The results, in order. Raises what a call raises, when its turn comes."""
+        """Yields the results, in order. Raises what a call raised, when its turn comes."""
         return map(call, on) if self._executor is None else self._executor.map(call, on)
 
     def stop(self) -> None:
-        """Returns when no call is under way any more; those that did not begin are dropped."""
+        """Waits until no call is running; drops calls that have not begun."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""A whole step, or a part of it, as plain dicts: nested as it was saved, without the classes of the state."""
+"""Reads a whole step, or a part of it, as plain dicts: nested as it was saved, without the classes of the state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Leaves = dict[str, Any]
 
 
 class Step(Protocol):
-    """The parts of an opened step from which its nesting follows."""
+    """The properties of an opened step from which its nesting follows."""
 
     @property
     def step(self) -> int: ...
@@ -47,7 +47,7 @@ def read(
     rank: int = 0,
     storage_options: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
-    """A committed step as nested dicts of tensors and plain values, without a state to be filled.
+    """Returns a committed step as nested dicts of tensors and plain values, without a state to be filled.
 
         model.load_state_dict(ckptlib.read(url, only="model")["model"])
 
@@ -69,13 +69,13 @@ def read(
 
 
 def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, Any]:
-    """As `read`, of an opened step."""
+    """Returns what `read` returns, for an opened step."""
     names, values = opened.keys(), opened.values
     patterns = None if only is None else _patterns(patterns_of("only", only), [*names, *values, *opened.trees], opened)
     children = _children([*names, *values, *opened.trees])
     given = {name for name in values if _wanted(patterns, name)}
     # The hyper-parameters of a group, which is in an object, may have tensors beside them. Any other value with names
-    # below it is of a rank that had no more there: these names are of others.
+    # below it is of a rank that had no more there: these names are of other ranks.
     over = {name for name in given if children(name) and not _is_below(opened.trees, name)}
     under = _children([*given])
     hidden = {
@@ -105,7 +105,7 @@ def _wanted(patterns: Patterns | None, name: str) -> bool:
 
 
 def _is_below(paths: Container[str], name: str) -> bool:
-    """Whether a name is below any of these paths, of which there may be thousands."""
+    """Returns whether a name is below any of these paths, of which there may be thousands."""
     while name := name.rpartition("/")[0]:
         if name in paths:
             return True
@@ -113,7 +113,7 @@ def _is_below(paths: Container[str], name: str) -> bool:
 
 
 def _patterns(asked: Sequence[str], names: Sequence[str], opened: Step) -> Patterns:
-    """Raises StateMismatch where one meets nothing."""
+    """Returns the patterns. Raises StateMismatch if one matches nothing."""
     patterns, met = Patterns(asked), set[str]()
     for name in names:
         met |= patterns.covering(name) | patterns.covering(f"{name}/")
@@ -131,7 +131,7 @@ def _is_subclass(tree: Json) -> bool:
 
 
 def _put(root: dict[str, Any], name: str, leaf: object) -> None:
-    """Raises FormatError where something else is in the way, which no save makes."""
+    """Puts a leaf into nested dicts. Raises FormatError if something else is in the way, which no save makes."""
     *above, last = map(key_of, name.split("/"))
     at = root
     for segment in above:
@@ -154,7 +154,7 @@ def _nest(leaves: Leaves) -> dict[str, Any]:
 
 
 def _assembled(trees: RankValues[Json], path: str, leaves: RankValues[Any], groups: Mapping[str, int]) -> object:
-    """The state of an object, as the layout's tree says. `groups`: if it is an optimizer, by name of parameter."""
+    """Returns the state of an object, built by its tree. `groups`: an optimizer's groups by parameter name."""
     tree = trees.values[path]
     if isinstance(tree, dict) and "optimizer" in tree:
         return _optimizer(groups, _with_objects(_below(trees, path), _below(leaves, path)))
@@ -162,7 +162,7 @@ def _assembled(trees: RankValues[Json], path: str, leaves: RankValues[Any], grou
 
 
 def _with_objects(trees: Mapping[str, Json], leaves: Leaves) -> Leaves:
-    """Leaves of an optimizer, with lists and tuples, such as betas of tensors, in the place of what is in them."""
+    """Returns leaves of an optimizer, with lists and tuples, such as betas of tensors, in place of their entries."""
     found: Leaves = {}
     inside: dict[str, Leaves] = {}
     for name, leaf in leaves.items():
@@ -174,7 +174,7 @@ def _with_objects(trees: Mapping[str, Json], leaves: Leaves) -> Leaves:
     for path, held in inside.items():
         try:
             found[path] = _rebuilt(trees[path], path, RankValues(held), 0)
-        except StateMismatch:  # it is another rank's, which has the tensors in it as its own
+        except StateMismatch:  # it is the tree of another rank, which has these tensors as its own
             found.update(held)
     return found
 
@@ -212,7 +212,7 @@ def _pairs(pairs: list[Json], path: str, leaves: RankValues[Any], depth: int) ->
 
 
 def _optimizer(groups: Mapping[str, int], below: Leaves) -> dict[str, Any]:
-    """What it knows of each parameter, by name, and its groups. `below`: all that is saved of it."""
+    """Returns an optimizer's state of each parameter, by name, and its groups. `below`: everything saved of it."""
     state: dict[str, Any] = {}
     options: dict[int, dict[str, Any]] = {}
     for name, leaf in below.items():
@@ -237,7 +237,7 @@ def _optimizer(groups: Mapping[str, int], below: Leaves) -> dict[str, Any]:
 
 
 def _owner(name: str, params: Mapping[str, int]) -> str:
-    """The parameter that some of an optimizer's state is of."""
+    """Returns the parameter that an entry of an optimizer's state belongs to."""
     param = name.rpartition("/")[0]
     while param and param not in params:
         param = param.rpartition("/")[0]
@@ -245,7 +245,7 @@ def _owner(name: str, params: Mapping[str, int]) -> str:
 
 
 def _children(names: Sequence[str]) -> Callable[[str], set[str]]:
-    """By path: the segments that follow it in the checkpoint, whatever of it was asked for."""
+    """Returns a function from a path to the segments that follow it in the checkpoint, whatever part was asked for."""
     found: dict[str, set[str]] = {}
     for name in names:
         path = name
@@ -259,7 +259,7 @@ def _children(names: Sequence[str]) -> Callable[[str], set[str]]:
 
 
 def _with_lists(node: object, children: Callable[[str], set[str]], done: Container[str], path: str) -> object:
-    """The same with lists where the saved names were numbers from 0 on."""
+    """Returns the same node with lists where the saved names were numbers from 0 on."""
     if not isinstance(node, dict) or path in done:
         return node
     saved = children(path)

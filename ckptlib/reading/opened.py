@@ -70,7 +70,7 @@ def open(
 
 class CheckpointReader:
     """An opened step, made by `open`. Any thread may call it; it does one read at a time, by several requests. So may a
-    forked child, where its store can be used there."""
+    forked child, if the store can be used there."""
 
     def __init__(self, store: Store, catalog: Catalog, manifest: Manifest, framework: str, rank: int) -> None:
         if not 0 <= rank < manifest.world_size:
@@ -86,12 +86,12 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """Number of the step."""
         return self._manifest.save.step
 
     @property
     def url(self) -> str:
-        """Of its root, without credentials."""
+        """URL of its root, without credentials."""
         return self._store.url
 
     @property
@@ -101,19 +101,20 @@ class CheckpointReader:
 
     @property
     def rounded(self) -> Mapping[str, float]:
-        """Of what was read so far, what `codec=Lossy` had rounded: see `LoadReport.rounded`."""
+        """Largest errors of the tensors read so far that `codec=Lossy` had rounded: see `LoadReport.rounded`."""
         return dict(self._reader.rounded)
 
     def keys(self) -> list[str]:
-        """The names of all tensors, sorted; of one that was saved under several, as tied weights are, all of them."""
+        """Returns the names of all tensors, sorted; all names of a tensor that was saved under several, as tied weights
+        are."""
         return sorted(self._saved.tensors)
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tensors, each with the name that the data is saved under."""
+        """Returns further names of tensors, each with the name that the data is saved under."""
         return {name: entry.name for name, entry in self._saved.tensors.items() if name != entry.name}
 
     def metadata(self) -> dict[str, object]:
-        """What is known of the step: url, step, name, created (seconds since the epoch), world_size, metrics."""
+        """Returns properties of the step: url, step, name, created (seconds since the epoch), world_size, metrics."""
         manifest = self._manifest
         return {
             "url": self._store.url,
@@ -135,15 +136,15 @@ class CheckpointReader:
 
     @property
     def trees(self) -> Mapping[str, Json]:
-        """By path: how the state of objects that hold tensors is made of them, as FORMAT.md says."""
+        """Trees by path: how to build the state of objects that hold tensors, as FORMAT.md says."""
         return self._saved.objects
 
     def groups(self, path: str) -> dict[str, int]:
-        """Of an optimizer: names of parameters, of all ranks', each with the position of its group."""
+        """Returns the names of an optimizer's parameters on all ranks, each with the position of its group."""
         return {name: group.index for name, group in self._saved.groups.get(path, {}).items()}
 
     def get_tensor(self, name: str) -> Any:
-        """A whole tensor.
+        """Reads a whole tensor.
 
         Raises StateMismatch for a name that is no tensor's, UnsupportedState for a dtype that the framework lacks,
         CorruptData that names the tensor, StoreError, NoRoom.
@@ -151,7 +152,7 @@ class CheckpointReader:
         return self.get_tensors([name])[name]
 
     def get_tensors(self, names: Iterable[str]) -> dict[str, Any]:
-        """Several tensors, read in parallel; those that are one under several names are one here, too."""
+        """Reads several tensors in parallel; names of one tensor share its memory."""
         entries = {name: self._entry(name) for name in names}
         for name, entry in entries.items():
             frameworks.check(self._framework, name, entry.dtype)
@@ -160,19 +161,20 @@ class CheckpointReader:
         return {name: shown[entry.name] for name, entry in entries.items()}
 
     def get_slice(self, name: str) -> Slice:
-        """A tensor of which a part is read when it is indexed; nothing is read now."""
+        """Returns a tensor that is read in part when it is indexed; reads nothing now."""
         return Slice(self, name, self._entry(name))
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype (torch's name) of a tensor; nothing is read. Raises StateMismatch."""
+        """Returns the shape and dtype (torch's name) of a tensor; reads nothing. Raises StateMismatch."""
         return self._entry(name)
 
     def read_once(self) -> None:
-        """Much of it is read from now on, and only once: a local disk leaves the page cache to others."""
+        """Announces that much is read from now on, and only once: a local disk leaves the page cache to others."""
         self._store.reads_once = True
 
     def chunk_begins(self, name: str) -> list[int]:
-        """Flat positions in a tensor at which it is best cut: see `StepReader.chunk_begins`. Raises StateMismatch."""
+        """Returns flat positions in a tensor at which it is best cut: see `StepReader.chunk_begins`. Raises
+        StateMismatch."""
         entry = self._entry(name)
         with self._lock:
             return self._reader.chunk_begins(entry.name)
@@ -184,7 +186,7 @@ class CheckpointReader:
             self._reader.read(own, lambda nbytes: None)
 
     def check_there(self, name: str, box: Box | None = None) -> None:
-        """Before memory, or a disk, is filled with a large tensor: whether packs have as much as documents say.
+        """Checks that packs have as much as documents say, before memory or a disk is filled with a large tensor.
 
         Raises CorruptData, FormatError, StoreError.
         """
@@ -207,7 +209,7 @@ class CheckpointReader:
         raise StateMismatch(f"{name}: no tensor of step {self.step} of {self._store.url} has this name; {why}")
 
     def get_raw(self, boxes: Mapping[str, Box]) -> dict[str, Raw]:
-        """The bytes of a box of each tensor, whatever its dtype. By name."""
+        """Reads the bytes of a box of each tensor, whatever its dtype. Returns them by name."""
         for name, box in boxes.items():
             self.check_there(name, box)
         found = {name: empty(name, self._entry(name).dtype, box.shape) for name, box in boxes.items()}
@@ -217,7 +219,7 @@ class CheckpointReader:
         return found
 
     def close(self) -> None:
-        """Ends the connection to the store. What was read stays."""
+        """Ends the connection to the store. Tensors that were read stay valid."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -233,7 +235,7 @@ _readers: weakref.WeakSet[CheckpointReader] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """A forked child has one thread: whichever was reading, as a data loader was started, is not there to end that."""
+    """Renews the locks in a forked child, whose one thread would wait for ever for a read under way in another."""
     for reader in _readers:
         reader._lock = threading.Lock()
 
@@ -243,7 +245,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 class Values(Mapping[str, object]):
-    """Plain values by name, from what is saved of them."""
+    """Plain values by name, each decoded when it is asked for."""
 
     def __init__(self, saved: Mapping[str, Json]) -> None:
         self._saved = saved
@@ -279,20 +281,20 @@ class Slice:
         self._reader, self._name, self._entry = reader, name, entry
 
     def get_shape(self) -> list[int]:
-        """Of the whole tensor, over all ranks."""
+        """Returns the shape of the whole tensor, over all ranks."""
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """safetensors' word, such as "BF16"; torch's name where safetensors has none."""
+        """Returns safetensors' name, such as "BF16"; torch's name if safetensors has none."""
         dtype = self._entry.dtype
         return dtypes.safetensors_name(dtype) if dtypes.has_own_word(dtype) else dtype
 
     def __getitem__(self, index: object) -> Any:
-        """Reads the chunks in which it lies, and gives back what was asked for; steps of slices are at least 1.
+        """Reads the chunks that hold the indexed elements, and returns these; steps of slices are at least 1.
 
-        What lies between the steps is in memory until this returns.
+        The elements between the steps are in memory until this returns.
 
-        Raises as `get_tensor` does, and IndexError outside of the tensor.
+        Raises what `get_tensor` raises, and IndexError outside of the tensor.
         """
         framework = self._reader._framework
         frameworks.check(framework, self._name, self._entry.dtype)

@@ -1,7 +1,7 @@
-"""From the parts and packs of a step into memory, whatever layout either side has.
+"""Reads the parts and packs of a step into memory, whatever layout either side has.
 
 A part's rows say where each shard lies; layouts only tell which parts to open. Every chunk is read whole and checked
-against its digest before a byte of it is believed; every element of every target is filled, or it is an error.
+against its digest before a byte of it is used. An element of a target that is not filled is an error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ckptlib.reading.source import StepSource, own_rank
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-"""Memory that is filled: arrays, or tensors."""
+"""Kind of memory that is filled: arrays, or tensors."""
 
 
 class Place(NamedTuple):
-    """A saved shard: of whose share, and which."""
+    """A saved shard: the share that it is in, and its position there."""
 
     share: PartIndex
     shard: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
         return self.share.part.table.boxes[self.shard]
 
     def whole(self) -> SavedShard:
-        """All that is to be known of it, to compare it."""
+        """Returns the shard with everything that comparing it takes."""
         return self.share.shard(self.shard)
 
 
@@ -53,9 +53,9 @@ class Touching(NamedTuple):
     """A saved box that meets the wanted one."""
 
     position: int
-    """Among the saved boxes."""
+    """Its position among the saved boxes."""
     run: Run | None
-    """Their intersection, where that is one run."""
+    """Their intersection, if that is one run."""
 
 
 class Cover(NamedTuple):
@@ -63,11 +63,11 @@ class Cover(NamedTuple):
 
     touching: tuple[Touching, ...]
     hole: Box | None
-    """A region that none of them holds."""
+    """A region that none of them holds, or None."""
 
 
 Reads = dict[tuple[int, int], ChunkRead]
-"""By saved rank and chunk."""
+"""Reads of chunks, by saved rank and chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Want(Generic[T]):
     """One tensor to be filled."""
 
     name: str
-    """That it is saved under."""
+    """Name that it is saved under."""
     pieces: tuple[tuple[Box, T], ...]
     """Boxes in global coordinates, each with a view of the same shape to be filled."""
     everywhere: bool = False
@@ -96,19 +96,19 @@ class StepReader(ABC, Generic[T]):
         self._own_layout = next(digest for digest, ranks in self._ranks.items() if self._own <= ranks)
         self.nbytes_read = 0
         self.rounded: dict[str, float] = {}
-        """By name of the tensors that are not as they were when they were saved: see `LoadReport.rounded`."""
+        """Largest error by name, of tensors that are not exactly as they were saved: see `LoadReport.rounded`."""
 
     @abstractmethod
     def target(self, memory: T) -> Target:
-        """The shards that fill this memory."""
+        """Returns the target for this memory."""
 
     @abstractmethod
     def landing(self, memory: Iterable[T]) -> Landing:
-        """Made for one read into all of this memory."""
+        """Returns the landing for one read into all of this memory."""
 
     @property
     def own_rank(self) -> int:
-        """See the function."""
+        """The saved rank whose values this rank takes; see the function `own_rank`."""
         return own_rank(self._rank, self._source.world_size)
 
     @property
@@ -116,11 +116,11 @@ class StepReader(ABC, Generic[T]):
         return self._source.save.step
 
     def part(self, rank: int) -> Part:
-        """A rank's part, read once."""
+        """Returns a rank's part, read once."""
         return self._share(rank).part
 
     def first_rank(self, layout: str) -> int:
-        """Of the saved ranks that have a layout."""
+        """Returns the first of the saved ranks that have a layout."""
         return min(self._ranks[layout])
 
     def _share(self, rank: int) -> PartIndex:
@@ -136,7 +136,7 @@ class StepReader(ABC, Generic[T]):
         return found
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
-        """By layout: the tensor that is saved under this name; that of this rank alone, where each has its own."""
+        """Returns the tensor that is saved under this name, by layout; only this rank's if each rank has its own."""
         own = self.layouts[self._own_layout].find(name)
         if own is not None and isinstance(own.holding, OwnPerRank):
             return {self._own_layout: own}
@@ -146,7 +146,7 @@ class StepReader(ABC, Generic[T]):
         }
 
     def same_bytes(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
-        """Whether two tensors were saved with the same content, at least in some boxes of them."""
+        """Returns whether two tensors were saved with the same content, at least in `boxes` if any are given."""
         kinds = [next(iter(self.entries(name).values())) for name in (first, second)]
         if (kinds[0].dtype, kinds[0].shape) != (kinds[1].dtype, kinds[1].shape):
             return False
@@ -170,8 +170,8 @@ class StepReader(ABC, Generic[T]):
     def read(self, wants: Sequence[Want[T]], progress: Callable[[int], None]) -> None:
         """Fills every want. `progress` is told of bytes as they arrive.
 
-        Raises CorruptData that names the tensor, also for an element that no chunk covers or of which several ranks
-        saved different values; StoreError.
+        Raises CorruptData that names the tensor, also if no chunk covers an element or several ranks saved different
+        values for it; StoreError.
         """
         with Hands(self._source.limits.threads) as hands:
             ranks = [self.ranks_for(want) for want in wants]
@@ -189,9 +189,9 @@ class StepReader(ABC, Generic[T]):
                 landing.close()
 
     def check_there(self, name: str, box: Box, itemsize: int) -> None:
-        """Before memory is taken for a large box of a tensor: whether all of it is where parts say that it is.
+        """Checks that a large box of a tensor is where parts say that it is, before memory is allocated for it.
 
-        Raises CorruptData where no part has a region, and as a read does where a pack ends early.
+        Raises CorruptData if no part has a region, and what a read raises if a pack ends early.
         """
         if box.numel * itemsize <= UNSEEN_BYTES:
             return
@@ -210,13 +210,13 @@ class StepReader(ABC, Generic[T]):
             self._source.read_into(pack, end - 1, memoryview(bytearray(1)))
 
     def ranks_for(self, want: Want[T]) -> frozenset[int]:
-        """The ranks whose parts may hold the wanted box."""
+        """Returns the ranks whose parts may hold the wanted box."""
         if self._source.world_size == 1:
             return self._own
         return self.ranks_holding(want.name, [box for box, _ in want.pieces])
 
     def ranks_holding(self, name: str, boxes: Iterable[Box]) -> frozenset[int]:
-        """Whose parts may hold something of these boxes of a tensor."""
+        """Returns the ranks whose parts may hold anything of these boxes of a tensor."""
         if self._source.world_size == 1:
             return self._own
         found: set[int] = set()
@@ -231,8 +231,8 @@ class StepReader(ABC, Generic[T]):
         return frozenset(found)
 
     def chunk_begins(self, name: str) -> list[int]:
-        """Flat positions in a tensor, ascending: where saved chunks begin, so that a range which begins and ends there
-        reads no chunk for a part of it. Without those of shards that are no run of it."""
+        """Returns flat positions in a tensor, ascending, where saved chunks begin, so that a range between two of them
+        reads no chunk for only a part of it. Omits shards that are not one run of the tensor."""
         entry = next(iter(self.entries(name).values()))
         whole, itemsize = Box.whole(entry.shape), dtypes.itemsize(entry.dtype)
         places = _places(name, self._shares_of(self.ranks_holding(name, [whole])))
@@ -246,7 +246,7 @@ class StepReader(ABC, Generic[T]):
         return sorted(found)
 
     def _plan(self, wants: Sequence[Want[T]], ranks: Sequence[frozenset[int]]) -> list[Request]:
-        """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
+        """Returns the requests that fill all wants. `ranks`: for each want, the ranks whose parts may hold it."""
         reads: Reads = {}
         before: frozenset[int] | None = None
         for want, of in zip(wants, ranks, strict=True):
@@ -261,7 +261,7 @@ class StepReader(ABC, Generic[T]):
         return merge(reads.values(), self._source.limits)
 
     def _plan_want(self, want: Want[T], shares: Sequence[PartIndex], reads: Reads) -> None:
-        """Adds the reads that fill a want. `shares`: those that may hold it."""
+        """Adds the reads that fill a want. `shares`: the shares that may hold it."""
         places = _places(want.name, shares)
         boxes = tuple([share.boxes[shard] for share, shard in places])
         if len(boxes) > 1 and _meetings(want.name, boxes):
@@ -277,11 +277,11 @@ class StepReader(ABC, Generic[T]):
             _plan_shards(places, cover.touching, box, to, reads)
 
     def _shares_of(self, ranks: Collection[int]) -> list[PartIndex]:
-        """In the order of these ranks."""
+        """Returns the shares of these ranks, in ascending order."""
         return [*map(self._share, sorted(ranks))]
 
     def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
-        """By box: the first shard that fills it. Where two shards overlap, the wanted part must be equal in both."""
+        """Returns the first shard that fills each box. If two shards overlap, the wanted part must be equal in both."""
         boxes = tuple([place.box for place in places])
         for i, j, region in _meetings(name, boxes):
             for common in filter(None, map(region.intersect, wanted)):
@@ -305,7 +305,7 @@ class StepReader(ABC, Generic[T]):
             )
 
     def _run(self, request: Request, digest: Callable[[Iterable[memoryview]], str], landing: Landing) -> int:
-        """One request; the bytes read. A damaged chunk is read again where that may help."""
+        """Carries out one request; returns the bytes read. Reads a damaged chunk again if that may help."""
         source = self._source
         check_there(source.read_into, request.pack, request.offset, request.nbytes)
         for left in range(source.limits.reads - 1, -1, -1):
@@ -319,7 +319,7 @@ class StepReader(ABC, Generic[T]):
 
 
 def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
-    """The shards of a tensor."""
+    """Returns the shards of a tensor."""
     found = list[Place]()
     columns, shards = None, None
     for share in shares:
@@ -348,7 +348,7 @@ def _plan_shards(places: Sequence[Place], touching: Iterable[Touching], wanted: 
 
 
 def _plan_shard(share: PartIndex, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
-    """As above, of one shard. `run`: its intersection with `wanted`, if it is one run."""
+    """Adds the chunks of one shard that meet `wanted`. `run`: its intersection with `wanted`, if it is one run."""
     several, columns = share.num_chunks[shard] > 1, share.columns
     dtype, skipped = columns.dtypes[shard], columns.skipped[shard]
     element, itemsize, table = 0, dtypes.itemsize(dtype), share.part.table

@@ -1,4 +1,4 @@
-"""Requests: chunks that lie side by side in a pack, read at once, checked, and put where they are wanted."""
+"""Requests read chunks that lie side by side in a pack at once, check them, and put them where they are wanted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, GAP_BYTES, IoLimits
 
 
 class ByteMove(NamedTuple):
-    """A stretch of a chunk that goes into memory of the host as it is."""
+    """A stretch of a chunk that goes into host memory as it is."""
 
     first: int
-    """Byte of the chunk."""
+    """Its first byte in the chunk."""
     nbytes: int
     address: int
 
@@ -42,21 +42,21 @@ class ByteCopy(NamedTuple):  # there may be hundreds of thousands
     """A contiguous stretch of a chunk, and where it goes."""
 
     first: int
-    """Byte of the chunk."""
+    """Its first byte in the chunk."""
     dtype: str
-    """Of its elements, by torch's name."""
+    """dtype of its elements, by torch's name."""
     shape: tuple[int, ...]
-    """Of the stretch, as it lies in the chunk."""
+    """Shape of the stretch, as it lies in the chunk."""
     inside: Index
-    """The wanted part of it."""
+    """The wanted part of the stretch."""
     target: object
     """Memory of the kind that the read's `Landing` places."""
     outside: Index
-    """And where in the target: it is cut when the bytes are there, by the thread that brings them."""
+    """Index into the target, which the thread that brings the bytes applies when they are there."""
 
     @property
     def nbytes(self) -> int:
-        """Of the stretch."""
+        """Bytes of the stretch."""
         return dtypes.itemsize(self.dtype) * math.prod(self.shape)
 
 
@@ -73,13 +73,13 @@ class ChunkRead:
         self.stored = part.stored[chunk]
         """Bytes in the pack."""
         self.coding: Coding | None = part.codings.get(chunk)
-        """The coding of the chunk in the pack; None: its own bytes."""
+        """Coding of the chunk in the pack; None: its own bytes."""
         self.to_host: list[Taken] = []
-        """The runs that go into memory of the host as they are."""
+        """Runs that go into host memory as they are."""
         self.runs: list[Taken] = []
-        """The others."""
+        """All other runs."""
         self.boxes: list[ByteCopy] = []
-        """The rest, which are no runs."""
+        """Copies that are no runs."""
 
     @property
     def moves(self) -> Iterator[ByteMove]:
@@ -87,7 +87,7 @@ class ChunkRead:
 
     @property
     def copies(self) -> list[ByteCopy]:
-        """Made anew each time: whoever places the chunk asks for them, and keeps none."""
+        """All copies except `to_host`, made anew each time: whoever places the chunk asks for them, and keeps none."""
         return [*itertools.starmap(_copy_of, self.runs), *self.boxes]
 
     @property
@@ -96,7 +96,8 @@ class ChunkRead:
 
     @property
     def address(self) -> int | None:
-        """Of the target's memory, when the chunk's bytes are exactly that, and the pack has them as they are."""
+        """Address of the target's memory, if the chunk's bytes are exactly that, and the pack has them uncoded; else
+        None."""
         if len(self.to_host) != 1 or self.runs or self.boxes or self.coding is not None:
             return None
         (move,) = self.moves
@@ -104,7 +105,7 @@ class ChunkRead:
 
     @override
     def __str__(self) -> str:
-        """The tensors that lie in it, for messages."""
+        """Returns the tensors that lie in it, for messages."""
         return self.share.part.table.describe(self.chunk, self.share.layout)
 
 
@@ -117,15 +118,15 @@ class Target(ABC):
         self.memory = memory
         self.dtype, self.numel, self.is_row_major = dtype, numel, is_row_major
         self.address = address
-        """Of the memory, when that is its value, and the host's."""
+        """Address of the memory if that is on the host and holds plain bytes; else None."""
 
     def takes_bytes(self, dtype: str) -> bool:
-        """Whether elements of this dtype go there as they are, by address."""
+        """Returns whether elements of this dtype go there as they are, by address."""
         return self.address is not None and self.dtype == dtype
 
     @abstractmethod
     def flat(self) -> object:
-        """The same memory with one dim; it is row-major."""
+        """Returns the same memory with one dim; it is row-major."""
 
 
 Taken: TypeAlias = tuple[Target, Run, int, str]
@@ -147,44 +148,44 @@ def _copy_of(target: Target, run: Run, skipped: int, dtype: str) -> ByteCopy:
 
 
 class Landing(ABC):
-    """Buffers for chunks, and their placing: of one read, by many threads. In host memory."""
+    """Buffers for chunks of one read, and where they are placed, for many threads. In host memory."""
 
     def buffer(self, nbytes: int, reads: Sequence[ChunkRead]) -> memoryview:
-        """Where the bytes of these are put together before they are placed."""
+        """Returns the memory where the bytes of these reads are put together before they are placed."""
         return thread_buffer("placed", nbytes)
 
     def place(self, read: ChunkRead, data: memoryview, start: int) -> None:
-        """Puts a chunk, checked, where it is wanted. `start`: of its bytes in the buffer."""
+        """Puts a checked chunk where it is wanted. `start`: position of its bytes in the buffer."""
         move_out(read, data)
         for copy in read.copies:
             self.put(copy, data[copy.first : copy.first + copy.nbytes])
 
     @abstractmethod
     def put(self, copy: ByteCopy, data: memoryview) -> None:
-        """Copies the wanted part of a stretch, whose bytes these are."""
+        """Copies the wanted part of a stretch whose bytes are `data`."""
 
     def finish(self, buffer: memoryview) -> None:  # noqa: B027  (arrays are there when they were placed)
-        """All chunks of a buffer were placed."""
+        """Called when all chunks of a buffer were placed."""
 
     def close(self) -> None:  # noqa: B027
-        """Nothing is under way any more when this returns."""
+        """Waits until nothing is under way any more."""
 
 
 class Request:
-    """Chunks that one request reads: neighbours in a pack."""
+    """Neighbouring chunks in a pack, which are read at once."""
 
     def __init__(self, read: ChunkRead, limits: IoLimits) -> None:
         self.reads = [read]
         self.pack, self.offset, self.nbytes = read.pack, read.offset, read.stored
         self.base = read.address
-        """Where the bytes go as they are, one after the other; None: they do not."""
+        """Address where the bytes go as they are, one after the other; None if they do not."""
         self._largest = read.stored
         self._nbytes_decoded = read.nbytes
         self._limits = limits
 
     @property
     def coded(self) -> bool:
-        """Whether it reads frames; all of its chunks are stored so, or none."""
+        """Whether it reads frames; either all of its chunks are coded, or none."""
         return self.reads[0].coding is not None
 
     @property
@@ -193,7 +194,7 @@ class Request:
         return self.base is not None and self.nbytes >= self._limits.direct_from
 
     def take(self, read: ChunkRead) -> bool:
-        """Whether the next chunk in the order of packs joins this request."""
+        """Adds the next chunk in the order of packs if it fits this request. Returns whether it did."""
         nbytes, limits = read.offset + read.stored - self.offset, self._limits
         gap = nbytes - read.stored - self.nbytes
         if read.pack != self.pack or nbytes > limits.most or not 0 <= gap <= GAP_BYTES:
@@ -217,14 +218,14 @@ class Request:
         return self.offset if self.direct else self.offset - self.offset % 64
 
     def buffer(self, landing: Landing) -> memoryview:
-        """The memory to read into: the targets', or a buffer of this thread's."""
+        """Returns the memory to read into: the targets', or a buffer of this thread's."""
         if self.direct:
             return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
         nbytes = self.offset + self.nbytes - self.start
         return thread_buffer("read", nbytes) if self.coded else landing.buffer(nbytes, self.reads)
 
     def _decode(self, frames: memoryview, fetch: ReadInto, landing: Landing) -> tuple[memoryview, list[int]]:
-        """The bytes of all chunks, and where each begins. Raises CorruptData that names the tensor."""
+        """Returns the bytes of all chunks, and where each begins. Raises CorruptData that names the tensor."""
         starts = [*itertools.accumulate((round_up(read.nbytes) for read in self.reads), initial=0)]
         buffer = landing.buffer(starts[-1], self.reads)
         for read, start in zip(self.reads, starts, strict=False):
@@ -238,8 +239,8 @@ class Request:
     def carry_out(
         self, fetch: ReadInto, digest: Callable[[Iterable[memoryview]], str], step: int, landing: Landing
     ) -> int:
-        """Reads, checks chunk by chunk, and puts each where it is wanted; returns the bytes read. Raises CorruptData,
-        and as `fetch` does.
+        """Reads the chunks, checks each, and puts it where it is wanted; returns the bytes read. Raises CorruptData,
+        and what `fetch` raises.
 
         `step` is for messages. Copies to a device have arrived when `landing` is closed.
         """
@@ -266,7 +267,7 @@ class Request:
         return nbytes
 
     def _arriving(self, read: ChunkRead, data: memoryview, fetch: ReadInto) -> Iterator[memoryview]:
-        """The bytes of a chunk, each piece as soon as it is there."""
+        """Yields the bytes of a chunk, each piece as soon as it is there."""
         piece = self._limits.piece or read.nbytes
         for at in range(0, read.nbytes, piece):
             arrived = data[at : at + piece]
@@ -283,7 +284,7 @@ def copies_of(
     skipped: int,
     dtype: str,
 ) -> Iterable[ByteCopy]:
-    """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`.
+    """Yields the copies of elements [first, last) of a shard that fills `box` into `target`, which fills `wanted`.
 
     `skipped`: bytes of the chunk that lie before them.
     """
@@ -303,7 +304,7 @@ def copies_of(
 
 
 def merge(reads: Iterable[ChunkRead], limits: IoLimits) -> list[Request]:
-    """Reads in the order of their packs, neighbours together in one request."""
+    """Returns requests for the reads, in the order of their packs; neighbours share one request."""
     requests: list[Request] = []
     for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
         if not (requests and requests[-1].take(read)):
@@ -315,7 +316,7 @@ _local = threading.local()
 
 
 def thread_buffer(use: str, nbytes: int) -> memoryview:
-    """This thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
+    """Returns this thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
     held: np.ndarray | None = getattr(_local, use, None)
     if held is None or held.nbytes < nbytes + 64:
         held = np.empty(max(nbytes, 1 << 20) + 64, dtype=np.uint8)
@@ -325,7 +326,7 @@ def thread_buffer(use: str, nbytes: int) -> memoryview:
 
 
 _move: Callable[[int, int, int], int] = ctypes.PyDLL(None).memmove
-"""Keeps the GIL, unlike ctypes.memmove: threads that gave it up for every small tensor would wait for one another."""
+"""Keeps the GIL, unlike ctypes.memmove: threads that released it for every small tensor would wait for one another."""
 _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from ckptlib.reading.rank_values import RankValues, any_below, at_or_below, begi
 from ckptlib.reading.reader import StepReader
 
 LAYOUTS_ASKED = 16
-"""Of how many other layouts a part is read for a value that a rank did not save itself."""
+"""The most other layouts of which a part is read for a value that a rank did not save itself."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,15 +25,15 @@ class SavedGroup:
     """A parameter group of an optimizer."""
 
     layout: int
-    """Which of the step's layouts tells of it; 0 is that of this rank's own part."""
+    """Position of its layout among the step's; 0 is the layout of this rank's own part."""
     index: int
     """Position in its optimizer."""
 
 
 class SavedNames:
-    """One step: its tensors, values, trees of objects and groups of optimizers.
+    """The tensors, values, trees of objects and groups of optimizers of one step.
 
-    A rank takes its own values. What it did not save itself comes from another that did: see `values_at`.
+    A rank takes its own values. Values that it did not save come from another rank that did: see `values_at`.
     """
 
     def __init__(self, reader: StepReader[Any], *, as_many: bool = False) -> None:
@@ -43,26 +43,27 @@ class SavedNames:
         own = reader.part(reader.own_rank)
         self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
         self.values: Mapping[str, Json] = own.values
-        """This rank's own."""
+        """Values of this rank's own part."""
         self._rank_values_by_layout: dict[int, RankValues[Json]] = {}
         self._names_by_layout: dict[int, list[str]] = {}
         self._elsewhere: dict[str, RankValues[Json]] = {}
-        """By name that this rank did not save: where it was found; what is below it is taken from there, too."""
+        """By name that this rank did not save: the rank's values where it was found; entries below come from there,
+        too."""
         self.tensors: dict[str, TensorEntry] = {}
         """By name or alias. This rank's own layout counts, else the first that has the name."""
         self.objects: dict[str, Json] = {}
         self._aliases: dict[str, str] = {}
         self.groups: dict[str, dict[str, SavedGroup]] = {}
-        """By path of an optimizer: parameter name to group."""
+        """Group of each parameter by name, by path of an optimizer."""
         self.classes: dict[str, str] = {}
-        """By path of an optimizer: the name of its class, where the checkpoint tells it."""
+        """Class name by path of an optimizer, if the checkpoint tells it."""
         self.dtensors: dict[str, dict[str, frozenset[str]]] = {}
         """By path of an optimizer, and by name of a parameter: paths in its state, see
         `ckptlib.state.optimizer_tensors.whole_dtensors`."""
         self._orders: dict[str, dict[frozenset[str], list[str]]] = {}
-        """By path of an optimizer and keys of a parameter's state: the order they had."""
+        """Order of a parameter's state keys, by path of an optimizer and these keys."""
         self._positions: dict[str, dict[str, int]] = {}
-        """By path of an optimizer: all keys, numbered as they came."""
+        """All keys by path of an optimizer, numbered as they came."""
         for position, digest in enumerate(self._digests):
             layout = reader.layouts[digest]
             for entry in layout.tensors:
@@ -107,63 +108,63 @@ class SavedNames:
                 positions.setdefault(key, len(positions))
 
     def first_name(self, name: str) -> str:
-        """Of a tensor that had several names: the one that its optimizer state is kept under."""
+        """Returns the name that a tensor's optimizer state is kept under, if the tensor had several names."""
         return self._aliases.get(name, name)
 
     def in_order(self, path: str, keys: Collection[str]) -> list[str]:
-        """The keys of a parameter's state, in the order that an optimizer once had them in."""
+        """Returns the keys of a parameter's state, in the order that an optimizer once had them in."""
         found = self._orders.get(path, {}).get(frozenset(keys))
-        if found is None:  # other ranks, or other versions, told of them
+        if found is None:  # other ranks, or other versions, saved them
             positions = self._positions.get(path, {})
             return sorted(keys, key=lambda key: (positions.get(key, len(positions)), key))
         return found
 
     def further_keys(self, path: str, keys: Collection[str]) -> list[str]:
-        """Those that parameters of an optimizer had beside these keys, as far as the checkpoint tells."""
+        """Returns the keys that parameters of an optimizer had besides these, as far as the checkpoint tells."""
         known, orders = {*keys}, self._orders.get(path, {})
         beside = set[str]().union(*(order for order in orders if known < order))
         return [key for key in self._positions.get(path, {}) if key in beside - known]
 
     def has_own(self, name: str) -> bool:
-        """Whether the rank whose place this one takes has saved anything at or below this name."""
+        """Returns whether the rank whose place this one takes has saved anything at or below this name."""
         return self._as_many and (self._rank_values(0).reach(name) or at_or_below(self._names(0), name))
 
     def others_alone(self, name: str) -> bool:
-        """Whether the rank whose place this one takes has saved nothing under this name."""
+        """Returns whether the rank whose place this one takes has saved nothing under this name."""
         if not self._as_many or len(self._digests) == 1:
             return False
         return name not in self.values and not at_or_below(self._names(0), name)
 
     def is_of_others(self, name: str) -> bool:
-        """Whether it is an object with tensors of which each rank had its own, and this one has none."""
+        """Returns whether it is an object with tensors of which each rank had its own, and this one has none."""
         if name not in self.objects or at_or_below(self._names(0), name):
             return False
         layout = self.first_layouts[name]
         return any(below not in self.first_layouts for below in names_below(self._names(layout), name))
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
-        """Whether two saved tensors, by any of their names, are one, or are equal; at least in these boxes, if any are
-        given."""
+        """Returns whether two saved tensors, by any of their names, are one, or are equal, at least in `boxes` if any
+        are given."""
         if first == second or first not in self.tensors:
             return first == second
         one, other = self.tensors[first].name, self.tensors[second].name
         return one == other or self._reader.same_bytes(one, other, boxes)
 
     def values_with(self, layout: int) -> Mapping[str, Json]:
-        """Those of this rank, where the layout is its own; else of the first rank that has it."""
+        """Returns this rank's values if the layout is its own; else those of the first rank that has it."""
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
     def values_at(self, name: str) -> Mapping[str, Json]:
-        """The values of the one rank from which to take those at and below a name: this one, if it has saved anything
-        there, be it tensors alone; else the first of another layout that has values there.
+        """Returns the values of the one rank from which to take those at and below a name: this rank, if it has saved
+        anything there, even only tensors; else the first of another layout that has values there.
 
-        Of the other layouts, those with names nearest to this one are looked at, such as that of another stage of a
-        pipeline; so many that a name which nobody has saved costs few reads.
+        Looks first at the layouts with names nearest to this one, such as that of another stage of a pipeline, and at
+        few enough that a name which nobody has saved costs few reads.
         """
         return self._nearest(name).values
 
     def below(self, name: str) -> list[str]:
-        """The names of `values_at(name)` that are below it, without it, in the order that they were saved in."""
+        """Returns the names of `values_at(name)` below it, without it, in the order that they were saved in."""
         return self._nearest(name).below(name)
 
     def _nearest(self, name: str) -> RankValues[Json]:
@@ -186,8 +187,8 @@ class SavedNames:
         return self._rank_values_by_layout[layout]
 
     def _by_nearness(self, name: str) -> Iterator[int]:
-        """The other layouts: those first that have names below the longest path above a name. None is looked at before
-        it is asked for: of hundreds of layouts times thousands of names, that would take minutes."""
+        """Yields the other layouts: first those with names below the longest path above a name. Looks at a layout only
+        when it is asked for: for hundreds of layouts times thousands of names, that would take minutes."""
         left = list(range(1, len(self._digests)))
         for above in reversed(_above(name)):
             beside = []
@@ -200,16 +201,16 @@ class SavedNames:
         yield from left
 
     def _names(self, layout: int) -> list[str]:
-        """Of a layout: its names of tensors and objects, sorted."""
+        """Returns the names of tensors and objects in a layout, sorted."""
         if layout not in self._names_by_layout:
             found = self._reader.layouts[self._digests[layout]]
             self._names_by_layout[layout] = sorted([*found.index, *found.aliases, *found.objects])
         return self._names_by_layout[layout]
 
     def all_values(self) -> dict[str, Json]:
-        """Every plain value as it is saved, this rank's own first.
+        """Returns every plain value as it is saved, this rank's own first.
 
-        Where one rank saved a value, and another saved tensors or entries under the same name, it is the first one's.
+        If one rank saved a value, and another saved tensors or entries under the same name, the first one's counts.
         """
         found: dict[str, Json] = {}
         above: set[str] = set()
@@ -227,7 +228,8 @@ class SavedNames:
         return found
 
     def _is_held_before(self, name: str, layout: int) -> bool:
-        """Whether a layout before this one has a tensor or an object at a name or below it, or a tensor above it."""
+        """Returns whether a layout before this one has a tensor or an object at a name or below it, or a tensor above
+        it."""
         first = self.first_layouts
         if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self.names, name)):
             return True
@@ -235,8 +237,7 @@ class SavedNames:
 
     @cached_property
     def first_layouts(self) -> dict[str, int]:
-        """By name of a tensor or an object: the first layout that has it. Without tensors that other ranks have as
-        their own."""
+        """First layout that has a tensor or an object, by name. Omits tensors that other ranks have as their own."""
         found: dict[str, int] = {}
         for position, digest in enumerate(self._digests):
             layout = self._reader.layouts[digest]
@@ -247,16 +248,16 @@ class SavedNames:
 
     @cached_property
     def names(self) -> list[str]:
-        """Those of all tensors and objects, sorted."""
+        """Names of all tensors and objects, sorted."""
         return sorted(self.first_layouts)
 
     def beginning_with(self, head: str, layouts: Collection[int]) -> list[str]:
-        """The names that begin so, of all tensors and objects, and of the values that are in these layouts."""
+        """Returns the names that begin with `head`, of all tensors and objects, and of the values in these layouts."""
         sources = [self.names, *(self._rank_values(layout).names for layout in sorted(layouts))]
         return [name for names in sources for name in beginning_with(names, head)]
 
     def value(self, path: str, depth: int = 0) -> object:
-        """This rank's own, else that of another. Raises StateMismatch where none has any."""
+        """Returns this rank's value, else that of another rank. Raises StateMismatch if none has one."""
         near = self.values_at(path)
         if path in near:
             return values.decode(near[path], path, depth)
@@ -268,5 +269,5 @@ class SavedNames:
 
 
 def _above(name: str) -> list[str]:
-    """The paths above a name."""
+    """Returns the paths above a name."""
     return [name[:at] for at, sign in enumerate(name) if sign == "/"]

@@ -1,4 +1,4 @@
-"""The meaning of an index: a box of the tensor, and an index into that box. Pure."""
+"""Turns an index into a box of the tensor, and an index into that box. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Index = tuple[int | slice, ...]
 
 
 class Cut(NamedTuple):
-    """An index of a tensor."""
+    """An index of a tensor, divided in two."""
 
     box: Box
-    """All that has to be read."""
+    """The box to read."""
     inside: Index
     """The index into the box."""
 
 
 def cut(name: str, shape: Sequence[int], index: object) -> Cut:
-    """Of whole numbers, slices with a step of at least 1, and "...".
+    """Cuts by an index of whole numbers, slices with a step of at least 1, and "...".
 
     Raises TypeError for any other type, ValueError for another step, IndexError outside of the tensor.
     """
@@ -44,7 +44,7 @@ def cut(name: str, shape: Sequence[int], index: object) -> Cut:
 
 
 def _of_dim(name: str, dim: int, item: object, size: int) -> tuple[int, int, int | slice]:
-    """First index and number of indices to be read, and the index into these."""
+    """Returns the first index and the number of indices to read, and the index into these."""
     if isinstance(item, slice):
         start, stop, step = item.indices(size)
         if step < 1:
