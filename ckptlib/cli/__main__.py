@@ -1,4 +1,4 @@
-"""`python -m ckptlib.cli`: the command where no script of it is on the path."""
+"""`python -m ckptlib.cli`: runs the command if its script is not on the path."""
 
 from ckptlib.cli import main
 

@@ -1,4 +1,4 @@
-"""The command, made of those in the other files."""
+"""The `ckptlib` command, made of the commands in the other files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ completion.complete_arguments(cli)
 
 
 class _Escaped(logging.Formatter):
-    """Names in a warning come from a store or a file, too. The traces that clients of buckets log are left out."""
+    """Escapes messages, since names in a warning come from a store or a file, too. Leaves out tracebacks, which clients
+    of buckets log."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -67,8 +68,8 @@ class _Escaped(logging.Formatter):
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """The whole command; exits. `arguments`: those of the process where none are given."""
-    if logging.lastResort is not None:  # prints warnings where nobody has set up logging
+    """Runs the whole command, and exits. `arguments`: None: those of the process."""
+    if logging.lastResort is not None:  # prints warnings if logging was not set up
         logging.lastResort.setFormatter(_Escaped())
     if sys.stdout is None:  # closed by the caller: the exit status still tells
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process is there)
@@ -79,11 +80,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
         try:
             cli.main(args=arguments, prog_name="ckptlib")
         finally:
-            sys.stdout.flush()  # Python's own, as it ends, would make the exit status 120
+            sys.stdout.flush()  # at exit, Python's own flush would make the exit status 120
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody takes what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what is still in the buffer
         if isinstance(error, BrokenPipeError):
-            sys.exit(1)  # who reads has enough, as `head` has
+            sys.exit(1)  # the reader has enough, like `head`
         if error.filename is not None:
             sys.exit(f"{error.filename}: {error.strerror}")
         sys.exit(f"the output cannot be written: {error.strerror}. What was written of it is not all")

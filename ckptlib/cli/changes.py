@@ -1,8 +1,8 @@
-"""The differences between two steps, tensor by tensor and value by value. It is given documents and a way to read
-packs. No torch.
+"""Finds the differences between two steps, tensor by tensor and value by value, from their documents and a function
+that reads packs. No torch.
 
 Chunks of equal digest are equal without being read. Chunks that differ count whole, unless elements are asked for.
-Where the steps cut a tensor differently, the digests of one say nothing of the other, and the bytes are read.
+If the steps cut a tensor differently, the digests of one say nothing about the other, and the bytes are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptlib.format.tagged_values import NEST
 from ckptlib.format.values import Json
 
 PIECE_BYTES = 4 * 1024 * 1024
-"""Of two shards, so much is compared at once."""
+"""How many bytes of two shards are compared at once."""
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class Changed:
     """How much of one tensor differs between two steps."""
 
     nbytes: int = 0
-    """Of elements that differ; of whole chunks that do, where elements were not looked at."""
+    """Bytes of the elements that differ; of whole chunks that differ if elements were not compared."""
     elements: int = 0
-    """That differ; 0 where they were not looked at."""
+    """The number of elements that differ; 0 if they were not compared."""
 
     def add(self, nbytes: int, elements: int) -> None:
         self.nbytes += nbytes
@@ -44,10 +44,8 @@ class ShardDiffer(ShardComparer):
     """Counts differences between shards; owned by one thread."""
 
     def count(self, first: SavedShard, second: SavedShard, region: Box, deep: bool, into: Changed) -> None:
-        """Adds what differs in a region that lies in the boxes of both, which are of tensors of one dtype.
-
-        Raises as `same` does.
-        """
+        """Adds the differences in a region to `into`. The region lies in the boxes of both shards, whose tensors have
+        one dtype. Raises as `same` does."""
         comparable = first.part.algorithm == second.part.algorithm
         if comparable and first.box == second.box == region:
             if first.digests == second.digests and first.skipped == second.skipped:
@@ -69,18 +67,18 @@ class ShardDiffer(ShardComparer):
             _count(self._rows(first, one), self._rows(second, other), into)
 
     def _rows(self, saved: SavedShard, chunk: int) -> np.ndarray:
-        """The elements of a chunk that has no other shard's."""
+        """Returns the elements of a chunk that no other shard shares, as rows of bytes."""
         return np.frombuffer(self._chunk(saved.part, chunk, saved.layout), np.uint8).reshape(-1, saved.itemsize)
 
 
 def _count(one: np.ndarray, other: np.ndarray, into: Changed) -> None:
-    """Of elements that are rows of bytes."""
+    """Adds the elements that differ to `into`. Elements are rows of bytes."""
     elements = int(np.count_nonzero((one != other).any(axis=-1)))
     into.add(elements * one.shape[-1], elements)
 
 
 def count_rank(differ: ShardDiffer, first: PartIndex, second: PartIndex, deep: bool) -> dict[str, Changed]:
-    """By tensor, of two parts that are cut alike: shard by shard."""
+    """Compares two parts that are cut alike, shard by shard. Returns what changed, by tensor."""
     found: dict[str, Changed] = {}
     for shard, tensor in enumerate(first.part.table.tensors):
         changed = Changed()
@@ -95,9 +93,10 @@ def count_rank(differ: ShardDiffer, first: PartIndex, second: PartIndex, deep: b
 def count_tensor(
     differ: ShardDiffer, name: str, first: Mapping[int, PartIndex], second: Mapping[int, PartIndex], deep: bool
 ) -> Changed:
-    """Of one tensor that both steps have, of one dtype and shape, however they cut it. `first`, `second`: by rank.
+    """Compares one tensor that both steps have with the same dtype and shape, however they cut it. `first`, `second`:
+    the parts by rank.
 
-    One that each rank has of its own is compared on the ranks that both steps have.
+    A tensor of which each rank has its own is compared on the ranks that both steps have.
     """
     changed = Changed()
     ones, others = _shards(name, first.values()), _shards(name, second.values())
@@ -128,7 +127,7 @@ def _count_all(
 
 @lru_cache(maxsize=256)  # layers are alike
 def _meetings(ones: tuple[Box, ...], others: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Which boxes have what in common; boxes are looked at once where both have the same."""
+    """Returns the regions that boxes of both have in common. If both have the same boxes, each is compared once."""
     if ones == others and len({*ones}) == len(ones):
         return tuple((i, i, box) for i, box in enumerate(ones))
     found = []
@@ -142,28 +141,28 @@ def _meetings(ones: tuple[Box, ...], others: tuple[Box, ...]) -> tuple[tuple[int
 
 @dataclass(slots=True)
 class ValueChange:
-    """Of one value, or of one entry of a dict."""
+    """The change of one value, or of one entry of a dict."""
 
     rank: int
-    """The lowest that has it."""
+    """The lowest rank that has the change."""
     before: Json
     after: Json
-    """On that rank; None where there is none."""
+    """The values on that rank; None where there is none."""
     kind: str
     """changed, added or removed."""
     num_ranks: int = 1
-    """On which it changed, though maybe otherwise."""
+    """The number of ranks on which it changed, maybe in different ways."""
 
 
 @dataclass(slots=True)
 class ValueChanges:
-    """By path. The entries of dicts have paths of their own, behind a dot; those of containers of the state, behind a
-    slash, however they were saved."""
+    """Changes of values, by path. Entries of dicts have paths of their own, after a dot; those of containers of the
+    state, after a slash, however they were saved."""
 
     found: dict[str, ValueChange] = field(default_factory=dict)
 
     def add(self, first: Part, second: Part) -> None:
-        """Counts what differs between the values of one rank; the ranks come in order."""
+        """Adds the differences between the values of one rank. Ranks must come in order."""
         before, after = dict(_leaves(first.values)), dict(_leaves(second.values))
         for path in sorted({*before, *after}):
             kind = "changed" if path in before and path in after else "added" if path in after else "removed"
@@ -187,7 +186,7 @@ def _leaves(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _entries(value: Json, path: str) -> Iterator[tuple[str, Json]]:
-    """Of a container that was saved whole, those that lie in lists, tuples and dicts by text."""
+    """Yields the entries of a container that was saved whole: those in lists, tuples and dicts with text keys."""
     items = value.get("$tuple", value) if isinstance(value, dict) else value
     if isinstance(items, list) and items:
         for i, item in enumerate(items):

@@ -1,6 +1,6 @@
-"""`ckptlib completion`: what bash, zsh and fish need to complete commands, options, paths and steps.
+"""`ckptlib completion`: prints what bash, zsh and fish need to complete commands, options, paths and steps.
 
-The shell asks the command itself at each TAB, which looks at the disk of this host and asks no store.
+At each TAB, the shell runs the command itself, which looks at the disk of this host and asks no store.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ckptlib.format import keys
 
 NAME = "ckptlib"
 VARIABLE = "_CKPTLIB_COMPLETE"
-"""By which a shell asks; click looks for it."""
+"""The environment variable by which a shell asks; click looks for it."""
 
 MOST_STEPS = 200
-"""That are offered: the newest."""
+"""The most steps that are offered, the newest ones."""
 
 
 class Place(click.types.StringParamType):
-    """A URL, or a path of this machine, which can be completed."""
+    """A URL, or a path of this machine; paths can be completed."""
 
     @override
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -40,12 +40,12 @@ class Step(click.types.StringParamType):
 
 
 TYPES = {"url": Place(), "new_url": Place(), "out": Place(), "step": Step(), "first": Step(), "second": Step()}
-"""By the name of an argument that is any text."""
+"""The types for arguments that take any text, by the name of the argument."""
 
 
 def steps_in(url: str) -> list[int]:
-    """Committed steps of a root on this machine, the newest first, those that a rewind abandoned included; none for
-    what is no such root."""
+    """Returns the committed steps of a root on this machine, newest first, with those that a rewind abandoned. Returns
+    none if there is no such root."""
     try:
         names = os.listdir(Path(url.removeprefix("file://")) / keys.STEPS)
     except (OSError, ValueError):  # ValueError: a name with a null
@@ -55,7 +55,7 @@ def steps_in(url: str) -> list[int]:
 
 
 def complete_arguments(group: click.Group) -> None:
-    """Has the shell complete the arguments of all commands of a group."""
+    """Makes the arguments of all commands of a group complete in the shell."""
     for one in group.commands.values():
         for argument in one.params:
             if isinstance(argument, click.Argument) and argument.type is click.STRING:

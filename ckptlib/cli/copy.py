@@ -18,7 +18,7 @@ from ckptlib.verify.root import verify_save
 from ckptlib.words import count, duration, size
 
 MAX_FINDINGS = 3
-"""That an error names."""
+"""The most findings that an error names."""
 
 
 @click.command("copy", short_help="Begin another run from a step.")
@@ -101,5 +101,5 @@ def _scheme(url: str) -> str:
 
 
 def _opened(url: str, given: tuple[str, ...]) -> Store:
-    """A path takes none of the options that the environment has for buckets."""
+    """Opens a store. A path gets none of the options that the environment has for buckets."""
     return open_url(url, storage_options(given) if given or _scheme(url) != "file" else {})

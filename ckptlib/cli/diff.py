@@ -29,10 +29,10 @@ from ckptlib.words import count, cut, size
 
 @dataclass(slots=True)
 class Diff:
-    """Between two steps."""
+    """The differences between two steps."""
 
     changed: dict[str, Changed] = field(default_factory=dict)
-    """By tensor, of those that both have, of one dtype and shape."""
+    """The changed tensors by name, of those that both steps have with the same dtype and shape."""
     values: ValueChanges = field(default_factory=ValueChanges)
     cut_alike: bool = True
     """Whether each rank cut the same tensors alike in both steps, so that digests were enough."""
@@ -57,7 +57,7 @@ def command(store: Store, output: Output, first: str, second: str, deep: bool) -
     both = [name for name in before if name in after]
     same = [name for name in both if _kind(before[name]) == _kind(after[name])]
     found = compare(catalog, ends[0], ends[1], same, deep)
-    for name, changed in found.changed.items():  # what ranks cut by hand may overlap, and count twice
+    for name, changed in found.changed.items():  # shards cut by hand may overlap, and count twice
         changed.nbytes = min(changed.nbytes, after[name].nbytes)
     document: dict[str, object] = {
         "url": store.url,
@@ -88,10 +88,10 @@ def command(store: Store, output: Output, first: str, second: str, deep: bool) -
 
 
 def compare(catalog: Catalog, first: Manifest, second: Manifest, names: list[str], deep: bool) -> Diff:
-    """The tensors of these names, and the values of ranks that both steps have.
+    """Compares the tensors of these names, and the values of ranks that both steps have.
 
-    Where every rank is cut alike, memory is that of the parts of THREADS ranks. Else it is that of all tables of both
-    steps. In both cases come 64 MiB of chunks for each thread.
+    If every rank is cut alike, this needs memory for the parts of THREADS ranks; else for all tables of both steps. To
+    this come 64 MiB of chunks for each thread.
     """
     found = Diff()
     tables = [[name.table for name in manifest.parts] for manifest in (first, second)]
@@ -121,7 +121,7 @@ def compare(catalog: Catalog, first: Manifest, second: Manifest, names: list[str
         ones, others = (
             [*in_order(executor, partial(part_of, catalog, manifest), manifest.parts)] for manifest in (first, second)
         )
-        for one, other in zip(ones, others, strict=False):  # ranks that only one of them has: nothing to compare with
+        for one, other in zip(ones, others, strict=False):  # ranks that only one of them has are left out
             found.values.add(one, other)
         before, after = ({part.rank: index(part) for part in parts} for parts in (ones, others))
         counts = in_order(executor, lambda name: count_tensor(differ(), name, before, after, deep), names)

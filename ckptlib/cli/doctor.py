@@ -1,4 +1,4 @@
-"""`ckptlib doctor`: whether this host, and a store, are fit for checkpoints."""
+"""`ckptlib doctor`: checks whether this host, and a store, are fit for checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _all(url: str | None, option: tuple[str, ...], mebibytes: int) -> Iterator[C
 
 
 def store_checks(store: Store, nbytes: int) -> Iterator[Check]:
-    """Rights, then speed; the first failure ends it."""
+    """Checks permissions, then speed; stops at the first failure."""
     try:
         seconds = probe(store)
     except CkptError as error:
@@ -108,7 +108,7 @@ def store_checks(store: Store, nbytes: int) -> Iterator[Check]:
             *(
                 f"one request alone, {name}: {duration(found.latency_s)} and {size(found.bytes_per_second)}/s"
                 for name, found in (("up", line(speeds.up)), ("down", line(speeds.down)))
-                if found.latency_s > 0  # else the sizes do not tell it from the time of the bytes
+                if found.latency_s > 0  # else the latency cannot be told from the time of the bytes
             ),
             *(["a read from a local disk may come from the page cache"] if store.is_local else []),
         ),
@@ -123,7 +123,7 @@ def _transfer(direction: str, transfer: Transfer) -> str:
 
 
 def defaults(store: Store, speeds: Speeds) -> list[str]:
-    """The findings, in sentences."""
+    """Returns sentences on what ckptlib does with this store."""
     return [
         f"a rank's packs are objects of up to {size(store.pack_nbytes)}"
         + ("" if store.is_local else f", sent in parts of {size(PART_NBYTES)} where the client can"),
@@ -136,7 +136,7 @@ def defaults(store: Store, speeds: Speeds) -> list[str]:
 
 
 def direct_io(directory: Path) -> Check:
-    """Whether files there can be written around the page cache."""
+    """Checks whether files in this directory can be written past the page cache."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:
             fd = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
@@ -157,7 +157,7 @@ def _local_directory(url: str) -> Path | None:
 
 @contextlib.contextmanager
 def _left_as_found(url: str) -> Iterator[None]:
-    """Directories that were not there before go again, where they are empty."""
+    """On leaving, removes directories that were not there before, if they are empty."""
     path = url.removeprefix("file://")
     if "://" in path:
         yield
@@ -174,7 +174,7 @@ def _left_as_found(url: str) -> Iterator[None]:
         yield
     finally:
         for name in made:
-            with contextlib.suppress(OSError):  # somebody uses it by now
+            with contextlib.suppress(OSError):  # another process uses it by now
                 os.rmdir(name)
 
 

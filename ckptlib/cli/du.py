@@ -24,7 +24,7 @@ from ckptlib.verify.findings import attempt
 from ckptlib.words import count, size
 
 MAX_MISSING = 5
-"""Packs that are not there, and that people are told of by name."""
+"""The most missing packs that are named to people."""
 
 
 @click.command("du", short_help="Show what steps take, alone and together.")
@@ -75,7 +75,8 @@ def command(store: Store, output: Output) -> bool:
 
 
 def _documents(catalog: Catalog) -> Iterator[tuple[SaveId, Manifest | Part | CkptError]]:
-    """Of each committed step its manifest, then its parts; or the problem of one. Only a few are read ahead."""
+    """Yields each committed step's manifest, then its parts; in place of one that cannot be read, the error. Only a few
+    are read ahead."""
 
     def part_of(item: tuple[SaveId, PartName | Manifest | CkptError]) -> tuple[SaveId, Manifest | Part | CkptError]:
         save, name = item
@@ -95,7 +96,7 @@ def _documents(catalog: Catalog) -> Iterator[tuple[SaveId, Manifest | Part | Ckp
 
 
 def _missing(usage: Usage) -> list[str]:
-    """The message on missing packs."""
+    """Returns messages about missing packs."""
     some = [f"{key}: is not there, or shorter than what steps need of it" for key in usage.missing[:MAX_MISSING]]
     more = len(usage.missing) - len(some)
     return [*some, *([f"and {count(more, 'more pack')}: run ckptlib verify --all"] if more else [])]
@@ -104,7 +105,7 @@ def _missing(usage: Usage) -> list[str]:
 def _states(
     saves: Iterable[SaveId], committed: Set[SaveId], visible: Set[SaveId], trash: Set[SaveId]
 ) -> dict[SaveId, str]:
-    """As `ls --all` calls them."""
+    """Returns the states of saves, as `ls --all` calls them."""
     return {
         save: ("committed" if save in visible else "left behind")
         if save in committed
@@ -116,7 +117,7 @@ def _states(
 def totals(
     steps: Mapping[SaveId, StepUsage], packs: Mapping[SaveId, PacksUsage], states: Mapping[SaveId, str]
 ) -> dict[str, int]:
-    """Of a root. `written` is what follows it together."""
+    """Returns the sums over a root. `written` is the sum of the ones after it."""
     idle = {state: sum(p.idle for save, p in packs.items() if states[save] == state) for state in {*states.values()}}
     return {
         "logical": sum(step.logical for step in steps.values()),

@@ -1,4 +1,4 @@
-"""`ckptlib export`: tensors of a step as files for other libraries."""
+"""`ckptlib export`: writes tensors of a step into files for other libraries."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     options = storage_options(option)
-    open_url(url, options).close()  # raises for one that no store takes
+    open_url(url, options).close()  # raises for a URL that no store takes
     with (
         open(url, step, "numpy", storage_options=options) as opened,
         progress(output, f"exporting step {opened.step}") as advance,

@@ -24,7 +24,7 @@ from ckptlib.stores import Store
 from ckptlib.words import count, duration, last, size
 
 MAX_USERS = 5
-"""Steps that use a dropped one and that people see; JSON has all."""
+"""The most users of a dropped step that are shown to people; JSON has all."""
 
 
 @click.command("gc", short_help="Drop old steps and delete what was dropped long ago.")
@@ -130,13 +130,13 @@ class Used:
     """The packs of a dropped save that stay, and the steps that need them."""
 
     sets: frozenset[PackSet]
-    """Its packs that other steps use."""
+    """The sets of its packs that other steps use."""
     by: tuple[SaveId, ...]
-    """Committed steps, ascending."""
+    """The committed steps that use them, ascending."""
 
 
 def _used(catalog: Catalog, result: Sweep) -> dict[SaveId, Used]:
-    """Of the saves that wait: those of which committed steps use packs. Their manifests are known from the sweep."""
+    """Returns the waiting saves whose packs committed steps use. The manifests of these are known from the sweep."""
     waiting = {*result.waiting}
     found: dict[SaveId, Used] = {}
     for save in catalog.saves():
@@ -154,7 +154,7 @@ def _used(catalog: Catalog, result: Sweep) -> dict[SaveId, Used]:
 
 
 def _sizes(store: Store) -> dict[PackSet, int]:
-    """Bytes of every set of packs."""
+    """Returns the bytes of every set of packs."""
     sizes: dict[PackSet, int] = {}
     for entry in store.scan(keys.PACKS):
         found = keys.pack_set(entry.key)
@@ -164,7 +164,7 @@ def _sizes(store: Store) -> dict[PackSet, int]:
 
 
 def _size(sizes: Mapping[PackSet, int], save: SaveId) -> int:
-    """Of all packs of a save."""
+    """Returns the bytes of all packs of a save."""
     return sizes.get(PackSet(save), 0) + sizes.get(PackSet(save, carried=True), 0)
 
 

@@ -1,4 +1,4 @@
-"""`ckptlib goodput`: where the time of a run went."""
+"""`ckptlib goodput`: shows where the time of a run went."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptlib.stores import Store
 from ckptlib.words import count, moment, seconds
 
 MAX_STARTS = 40
-"""Lines of the table; --json has all."""
+"""The most lines of the table; --json has all."""
 
 
 @click.command("goodput", short_help="Show what became of a run's time.")
@@ -40,7 +40,7 @@ def command(output: Output, store: Store) -> bool:
 
 
 def document(found: Goodput, accounts: Accounts) -> dict[str, object]:
-    """Seconds, steps and shares."""
+    """Returns the result for JSON: seconds, steps and shares."""
     return {
         "seconds": {**asdict(found.spent), "total": found.spent.total},
         "ettr": found.ettr,

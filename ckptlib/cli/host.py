@@ -1,4 +1,4 @@
-"""A host, as a job would find it: memory for slots, limits, kernel, versions, and slots that are there. Reads only."""
+"""Checks a host as a job would find it: memory for slots, limits, kernel, versions, existing slots. Changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptlib.slots.files import MEMORY, SlotFile
 from ckptlib.words import size
 
 LEAST_FREE_BYTES = 1 << 30
-"""Less than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""
+"""Less free memory than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""
 
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, since Linux 5.14."""
@@ -40,13 +40,13 @@ class Check:
     advice: str = ""
     """The remedy."""
     numbers: Mapping[str, object] = field(default_factory=dict)
-    """For programs."""
+    """The numbers for programs."""
     details: tuple[str, ...] = ()
     """Further lines for people."""
 
 
 def checks() -> Iterator[Check]:
-    """All of them, the most telling first."""
+    """Makes all checks, the most telling first."""
     if sys.platform != "linux":
         yield Check("kernel", "bad", sys.platform, "only Linux can save; load, ls, show and verify work here")
         yield versions()
@@ -61,7 +61,7 @@ def checks() -> Iterator[Check]:
 
 
 def shared_memory(path: Path) -> Check:
-    """Room for slots."""
+    """Checks the room for slots."""
     try:
         found = os.statvfs(path)
     except OSError as error:
@@ -78,7 +78,7 @@ def shared_memory(path: Path) -> Check:
 
 
 def cgroup_memory(mount: Path, membership: Path) -> Check:
-    """The tightest limit of this process's group and those above it. Files in /dev/shm count against it."""
+    """Checks the tightest limit of this process's cgroup and those above it. Files in /dev/shm count against it."""
     tightest: tuple[int, int, str] | None = None
     for directory, limit_name, usage_name in _cgroup_directories(mount, membership):
         limit, usage = _number(directory / limit_name), _number(directory / usage_name)
@@ -96,7 +96,10 @@ def cgroup_memory(mount: Path, membership: Path) -> Check:
 
 
 def _cgroup_directories(mount: Path, membership: Path) -> Iterator[tuple[Path, str, str]]:
-    """v2 has one hierarchy and an empty list of controllers; v1 names them."""
+    """Yields directories of cgroups, innermost first, each with the names of its limit and usage files.
+
+    v2 has one hierarchy and an empty list of controllers; v1 names the controllers.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -110,12 +113,12 @@ def _cgroup_directories(mount: Path, membership: Path) -> Iterator[tuple[Path, s
         else:
             continue
         steps = [step for step in path.split("/") if step not in ("", "..")]
-        for depth in range(len(steps), -1, -1):  # in a container the path may be the host's: then only the top is there
+        for depth in range(len(steps), -1, -1):  # in a container, the path may be the host's; then only the top exists
             yield base.joinpath(*steps[:depth]), *names
 
 
 def _number(path: Path) -> int | None:
-    """A file's number; None for "max", and where there is none."""
+    """Returns the number in a file; None for "max", and if there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -124,7 +127,7 @@ def _number(path: Path) -> int | None:
 
 
 def remove_ipc(root: Path, uid: int) -> Check:
-    """Whether logind deletes a user's files in /dev/shm when the last session ends: slots would go with it."""
+    """Checks whether logind deletes a user's files in /dev/shm when the last session ends: slots would be lost."""
     if uid < 1000:  # system users are exempt: logind.conf(5)
         return Check("RemoveIPC", "ok", f"does not concern user {uid}")
     if not (root / "run/systemd/seats").exists() and not (root / "run/systemd/sessions").exists():
@@ -147,7 +150,7 @@ def remove_ipc(root: Path, uid: int) -> Check:
 
 
 def locked_memory() -> Check:
-    """Slots are pinned by CUDA's driver, for which this limit does not count; RDMA's registrations do."""
+    """Reports the limit of locked memory. Slots, which CUDA's driver pins, do not count; RDMA's registrations do."""
     import resource  # not on Windows, where the other commands work
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -157,7 +160,7 @@ def locked_memory() -> Check:
 
 
 def kernel() -> Check:
-    """The needs of the writer process and the slots."""
+    """Checks that the kernel has what the writer process and the slots need."""
     release = platform.release()
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -177,7 +180,7 @@ def _populates() -> bool:
 
 
 def versions() -> Check:
-    """Of what runs here. torch is not imported."""
+    """Checks the versions of Python, ckptlib and torch. Does not import torch."""
     found = {"python": platform.python_version()}
     for package in ("ckptlib", "torch"):
         try:
@@ -194,7 +197,7 @@ def versions() -> Check:
 
 
 def slots(directories: Iterable[Path]) -> Iterator[Check]:
-    """The slots of this user: those of live jobs, and those that killed ones left."""
+    """Checks the slots of this user: those of live jobs, and those that killed jobs left."""
     found = [*files.find(directories)]
     alive = [slot for slot in found if slot.in_use]
     abandoned = [slot for slot in found if not slot.in_use]

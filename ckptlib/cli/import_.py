@@ -1,4 +1,4 @@
-"""`ckptlib import`: a checkpoint of another library becomes a step."""
+"""`ckptlib import`: saves a checkpoint of another library as a step."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def command(
     """
     began = time.monotonic()
     options = storage_options(option)
-    open_url(url, options).close()  # what no store takes is told before the source is read
+    open_url(url, options).close()  # fails for a URL that no store takes, before the source is read
     logging.getLogger(CONVERT).addHandler(logging.NullHandler())  # its notes are printed below, once
-    # by name, when it is asked for: no other command needs torch
+    # imported by name, and only now: no other command needs torch
     report = importlib.import_module(CONVERT).convert(
         source,
         url,

@@ -21,24 +21,24 @@ class DiskShare:
     """The objects of one save on this disk."""
 
     ranks: tuple[int, ...]
-    """Whose parts are there; ascending."""
+    """The ranks whose parts are there, ascending."""
     nbytes: int
-    """Of the packs that were written for it."""
+    """Bytes of the packs that were written for it."""
     since: float
     """When its newest part was put."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What is on this disk."""
+    """The saves and notes on this disk."""
 
     shares: Mapping[SaveId, DiskShare]
     begun: Sequence[Begun]
-    """Generations that are noted there, whose records the store may lack."""
+    """Notes of generations whose records the store may lack."""
 
 
 def on_disk(path: str, root: Catalog) -> Disk:
-    """Raises UsageError where the directory is not of this root."""
+    """Reads what a local tier's directory holds. Raises UsageError if the directory is not of this root."""
     if not Path(path).is_dir():
         raise click.UsageError(f"--local {path}: there is no such directory")
     with LocalStore(path) as store:

@@ -1,4 +1,4 @@
-"""`ckptlib ls`: the steps of a root."""
+"""`ckptlib ls`: lists the steps of a root."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Info:
 
     world_size: int
     nbytes_state: int
-    """Bytes that a load gives back."""
+    """Bytes that a load returns."""
     created: float
     metrics: Mapping[str, object]
     stands: Stands
@@ -47,16 +47,17 @@ class Row:
     """committed, left behind (by a rewind), damaged, newer (than this ckptlib), trash, uncommitted, or local (on local
     disks only)."""
     info: Info | None
-    """Only where a manifest can be read."""
+    """None unless a manifest can be read."""
     nbytes: int | None
-    """Of the packs that were written for it."""
+    """Bytes of the packs that were written for it."""
     since: float | None
-    """When it was taken; for trash, when it was dropped; seconds since the epoch."""
+    """When it was taken; for trash, when it was dropped; for other saves without a manifest, when their newest object
+    was put. Seconds since the epoch."""
     problem: str | None = None
     local: DiskShare | None = None
     """Its objects on the local disk that was asked for."""
     kept: tuple[str, ...] = ()
-    """Why retention keeps it, whatever its age: pinned, exempt, best."""
+    """Reasons to keep it, whatever its age: pinned, exempt, best."""
 
 
 @click.command("ls", short_help="List the steps.")
@@ -111,7 +112,7 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
 
 
 def _refusal(catalog: Catalog) -> str | None:
-    """Why restore, load, save and gc refuse this root, where they do."""
+    """Returns why restore, load, save and gc refuse this root; None if they do not."""
     try:
         catalog.check_versions()
     except NewerFormat as error:
@@ -120,7 +121,7 @@ def _refusal(catalog: Catalog) -> str | None:
 
 
 def _incomplete(generations: Iterable[Branch]) -> str | None:
-    """Why steps may seem to be abandoned that are not."""
+    """Returns why steps may wrongly seem to be abandoned; None if all records can be read."""
     lost = ", ".join(str(branch.id.number) for branch in generations if branch.record is None)
     if not lost:
         return None
@@ -132,7 +133,7 @@ def _incomplete(generations: Iterable[Branch]) -> str | None:
 
 
 def committed(catalog: Catalog, everything: bool) -> list[Row]:
-    """The saves on the history, or all of them. A manifest that is damaged or newer is a row, too."""
+    """Returns rows for the saves on the history, or for all. A save with a damaged or newer manifest has a row, too."""
     for _ in range(TRIES):
         visible = {*catalog.visible(newer=True)}
         rows = _rows(catalog, visible, everything)
@@ -161,7 +162,7 @@ def _rows(catalog: Catalog, visible: set[SaveId], everything: bool) -> list[Row]
 
 
 def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
-    """Saves that have no manifest, but bytes."""
+    """Yields rows for saves without a manifest that have objects or a trash record."""
     sizes: dict[SaveId, int] = {}
     newest: dict[SaveId, float] = {}
     for entry in (*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)):
@@ -181,7 +182,7 @@ def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
 
 
 def with_disk(catalog: Catalog, rows: Iterable[Row], disk: Disk, everything: bool) -> list[Row]:
-    """The rows, each with its objects on a local disk; and rows of steps that are only there."""
+    """Returns the rows, each with its objects on a local disk, and rows for steps that are only there."""
     shares = disk.shares
     found = {row.save: replace(row, local=shares.get(row.save)) for row in rows}
     visible = {*catalog.visible(shares, newer=True)}
@@ -240,7 +241,8 @@ def _tell_abandoned(output: Output, generations: list[Branch]) -> None:
 
 
 def _total(rows: list[Row], everything: bool) -> str:
-    """Each pack is counted at the save that it was written for, so the sum is true whatever steps share."""
+    """Returns the summary. Each pack counts only at the save that it was written for, so the sum is right even if steps
+    share packs."""
     infos = [row.info for row in rows if row.info]
     listed = count(len(rows), "save" if everything else "step")
     text = f"{listed}, {size(sum(info.nbytes_state for info in infos))} in {size(sum(row.nbytes or 0 for row in rows))}"

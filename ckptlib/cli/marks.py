@@ -1,4 +1,4 @@
-"""Why retention keeps a step, whatever its age: what `ls` and `show` mark."""
+"""The reasons to keep a step, whatever its age, which `ls` and `show` mark."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Marks:
 
     pinned: Collection[SaveId]
     best: SaveId | None
-    """By what the newest job calls best, of those that say it."""
+    """The best step, by the rule of the newest job that has one."""
 
     @classmethod
     def of(cls, catalog: Catalog, visible: Collection[SaveId]) -> Marks:
-        """By one listing of the steps; where a job has said what is best, by the manifests of the `visible` saves."""
+        """Reads the marks from one listing of the steps; and from the manifests of `visible` saves, if a job has a rule
+        for the best."""
         rule, best = catalog.best_rule(visible), None
         if rule is not None:
             with suppress(CheckpointNotFound):
@@ -31,6 +32,6 @@ class Marks:
         return cls(catalog.steps().pins.keys(), best)
 
     def on(self, save: SaveId, manifest: Manifest) -> tuple[str, ...]:
-        """The marks of a committed save."""
+        """Returns the marks of a committed save."""
         found = {"pinned": save in self.pinned, "exempt": manifest.exempt, "best": save == self.best}
         return tuple(name for name, applies in found.items() if applies)

@@ -1,4 +1,4 @@
-"""Shared by the commands: the URL and the options of its store, --json, and how errors end a command."""
+"""What the commands share: the URL and the options of its store, --json, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def storage_options(given: tuple[str, ...]) -> dict[str, object]:
-    """Those of the environment, then those of the command line. Raises UsageError."""
+    """Returns the options of the environment, updated by those of the command line. Raises UsageError."""
     text = os.environ.get(OPTIONS_VARIABLE, "")
     try:
         found = json.loads(text) if text else {}
@@ -39,7 +39,7 @@ def storage_options(given: tuple[str, ...]) -> dict[str, object]:
 
 
 def _value(name: str, text: str) -> object:
-    """Text as it is, but for what only JSON can say: keys that are all digits are common, and are no numbers."""
+    """Returns a value as text, unless only JSON can express it. Digits stay text: keys of digits alone are common."""
     if text not in ("true", "false", "null") and not text.startswith(("{", "[")):
         return text
     try:
@@ -49,10 +49,11 @@ def _value(name: str, text: str) -> object:
 
 
 def open_url(url: str, options: Mapping[str, object]) -> Store:
-    """Raises UsageError for a URL or options that no store takes, StoreError for a server that is not reached."""
+    """Opens a store. Raises UsageError for a URL or options that no store takes, StoreError if a server is not
+    reached."""
     try:
         return open_store(url, options)
-    except FileNotFoundError as error:  # without a name where a relative URL has no working directory
+    except FileNotFoundError as error:  # has no filename if a relative URL has no working directory
         lacks = error.filename or "the working directory"
         raise click.UsageError(f"{without_userinfo(url)}: {lacks} is not there: {error.strerror}") from None
     except (ValueError, TypeError, ImportError) as error:
@@ -88,7 +89,7 @@ def with_storage_options(command: Command) -> Command:
 
 
 def with_output(command: Command) -> Command:
-    """Gives a command --json, and an `output`; ends it by its result (false: exit status 1) or its error."""
+    """Gives a command --json and an `output`; exits by its result (false: exit status 1) or its error."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
     @functools.wraps(command)

@@ -19,14 +19,14 @@ from ckptlib.words import one_line, plain
 Cell = str | Text
 
 MAX_COMMON_WIDTH = 120
-"""Columns of a terminal that the longest cell may make all others as wide as."""
+"""Cells that are wider than this, in columns of a terminal, do not widen the others of their column."""
 
 _CALM = Theme(dict.fromkeys(("progress.download", "progress.data.speed", "progress.remaining"), "default"))
 """rich would give each number of a progress bar a colour of its own."""
 
 
 def somebody_answers() -> bool:
-    """Whether a person can be asked; where the standard input was closed, Python has none."""
+    """Whether a person can be asked. Python's stdin is None if the standard input was closed."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -39,17 +39,17 @@ class Output:
         self.err = Console(stderr=True, highlight=False, soft_wrap=True, theme=_CALM)
 
     def document(self, data: object) -> None:
-        """The one JSON document of a command; nothing in the other mode."""
+        """Writes the one JSON document of a command; nothing without --json."""
         if self.as_json:
             sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
 
     def line(self, *cells: Cell) -> None:
-        """One line for people; nothing in JSON mode."""
+        """Writes one line for people; nothing in JSON mode."""
         if not self.as_json:
             self._print([_cell(cell) for cell in cells])
 
     def columns(self, header: Sequence[str], rows: Iterable[Sequence[Cell]], right: Iterable[str] = ()) -> None:
-        """A table; `right`: the columns whose cells end at one another, as numbers do."""
+        """Writes a table for people. `right`: the columns that are aligned right, as numbers are."""
         if self.as_json:
             return
         cells = [[_cell(cell) for cell in row] for row in rows]
@@ -60,12 +60,13 @@ class Output:
         for row in cells:
             padded: list[Cell] = []
             for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-                pad = " " * (width - _width(cell))  # none for a longer one
+                pad = " " * (width - _width(cell))  # empty for a cell that is wider
                 padded += [pad, cell, "  "] if i in ends else [cell, pad, "  "]
             self._print(padded)
 
     def _print(self, cells: Sequence[Cell]) -> None:
-        """One line. Where no style shows, past rich, a quarter of a millisecond for each: there may be thousands."""
+        """Writes one line. If no style shows, bypasses rich, which takes a quarter of a millisecond for each: there may
+        be thousands."""
         if self._out.color_system is None or not any(isinstance(cell, Text) for cell in cells):
             self._out.file.write("".join(map(str, cells)).rstrip() + "\n")
         else:
@@ -74,23 +75,23 @@ class Output:
             self._out.print(line)
 
     def error(self, error: BaseException) -> None:
-        """In one line; as JSON, too, where that was asked for."""
+        """Writes an error in one line; in JSON mode, as JSON, too."""
         message = one_line(str(error))
         self.document({"error": {"kind": type(error).__name__, "message": message}})
         self.problem(message)
 
     def problem(self, text: str) -> None:
-        """Something that is wrong, whatever the mode."""
+        """Writes a problem to stderr, whatever the mode."""
         self.err.print(Text(plain(text), style="red"))
 
 
 def _common_width(widths: Iterable[int]) -> int:
-    """Of a column. A very long name moves the rest of its own line, and not that of all lines."""
+    """Returns the width of a column. A very long cell moves only the rest of its own line, not that of all lines."""
     return max((width for width in widths if width <= MAX_COMMON_WIDTH), default=0)
 
 
 def _width(cell: Cell) -> int:
-    """Columns of a terminal."""
+    """Returns the columns of a terminal that a cell takes."""
     if isinstance(cell, Text):
         return cell.cell_len
     return len(cell) if cell.isascii() else cell_len(cell)

@@ -1,4 +1,4 @@
-"""`ckptlib pin` and `ckptlib unpin`: a step stays, whatever retention is asked for; and no longer."""
+"""`ckptlib pin` and `ckptlib unpin`: keep a step, whatever retention is asked for, and end that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptlib plan`: what checkpoints will take, from a number of parameters or from a root that has some."""
+"""`ckptlib plan`: plans checkpoints, from a number of parameters or from a root that has some."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ckptlib.stores.measure import measure
 from ckptlib.words import count, duration, size
 
 MEASURED_LEAST, MEASURED_MOST, MEASURED_MOST_LOCAL = (n * 1024 * 1024 for n in (16, 128, 512))
-"""Bytes that a store is measured with: as many as a rank has, within these. A local one is fast, and slower where few
-bytes are put, whose memory the system puts together from pages that lie apart."""
+"""The limits of the bytes that a store is measured with, which are else a rank's. A local store is fast, and slower for
+few bytes, whose memory the system puts together from scattered pages."""
 COPY_NBYTES = 64 * 1024 * 1024
 SHAPE = ("layers", "hidden", "heads", "sequence")
 OF_SHAPE = ("batch", "tensor_parallel")
 OF_PARAMS = ("optimizer", "precision", "ranks", "device_memory")
-"""A plan from a root does without these."""
+"""Options that a plan from a root does without."""
 
 
 @click.command("plan", short_help="Plan checkpoints: bytes, memory, time, cost.")
@@ -133,8 +133,8 @@ def _transformer(shape: dict[str, float | None], batch: int, tensor_parallel: in
 
 
 def of_root(store: Store) -> tuple[Subject, float | None, float | None]:
-    """The newest step of a root, the mean stall of its saves, and the median time that those after the first took until
-    they were committed, in seconds; None where that is not known. Raises CheckpointNotFound."""
+    """Returns the newest step of a root, the mean stall of its saves, and the median time until saves after the first
+    were committed; in seconds, None if not known. Raises CheckpointNotFound."""
     catalog = Catalog(store)
     infos = [(row, row.info) for row in committed(catalog, everything=False) if row.info is not None]
     root = catalog.root()  # raises where there is none
@@ -152,7 +152,7 @@ def of_root(store: Store) -> tuple[Subject, float | None, float | None]:
 
 
 def copy_speed() -> float:
-    """Bytes per second of one thread that copies memory of this host."""
+    """Measures how many bytes per second one thread of this host copies in memory."""
     source = np.ones(COPY_NBYTES, np.uint8)
     target = source.copy()
     seconds = []
@@ -164,8 +164,8 @@ def copy_speed() -> float:
 
 
 def persist_s(subject: Subject, took_s: float | None, bandwidth: float | None) -> float | None:
-    """`took_s`: of one rank, as saves took or as this process put so many bytes; ranks put side by side. All together
-    are no faster than `bandwidth`."""
+    """Returns the seconds until a save is in the store; None if not known. `took_s`: the time of one rank, as saves
+    took, or as this process put as many bytes; ranks put in parallel. Together they are no faster than `bandwidth`."""
     times = [took_s] if took_s else []
     times += [subject.nbytes / bandwidth] if bandwidth else []
     return max(times) if times else None

@@ -1,4 +1,4 @@
-"""`ckptlib probe`: how fast a store is from this host; `doctor` says it for people."""
+"""`ckptlib probe`: measures how fast a store is from this host. `doctor` also judges what it finds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def command(store: Store, output: Output, mebibytes: int) -> bool:
             shape = f"{transfer.at_once} x {size(transfer.nbytes)}"
             output.line(f"{direction:<8}", f"{shape:<14}", f"{size(transfer.bytes_per_second)}/s")
         fit = line(transfers)
-        if fit.latency_s > 0:  # else the sizes do not tell it from the time of the bytes
+        if fit.latency_s > 0:  # else the latency cannot be told from the time of the bytes
             output.line(
                 f"{direction:<8}",
                 f"one request alone takes {duration(fit.latency_s)} and moves {size(fit.bytes_per_second)}/s: "
@@ -52,7 +52,7 @@ def command(store: Store, output: Output, mebibytes: int) -> bool:
 
 
 def document(speeds: Speeds) -> dict[str, object]:
-    """For JSON. Units: seconds, bytes, bytes per second, requests per second."""
+    """Returns speeds for JSON. Units: seconds, bytes, bytes per second, requests per second."""
     return {
         "latency_s": dict(speeds.latency_s),
         "puts_per_second": speeds.puts_per_second,

@@ -1,4 +1,4 @@
-"""How far a command is that moves many bytes: a bar, where a person watches."""
+"""Shows how far a command that moves many bytes has come, by a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Counter:
         self.nbytes = 0
         self._bar = bar
         self.expect = expect
-        """To be told how many bytes there will be."""
+        """Sets how many bytes there will be."""
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -28,7 +28,7 @@ class Counter:
 
 @contextmanager
 def progress(output: Output, what: str) -> Iterator[Counter]:
-    """A bar on stderr where that is a terminal; it is gone when it is done."""
+    """Shows a bar on stderr, if that is a terminal, and removes it at the end. Yields the counter that moves it."""
     if not output.err.is_terminal:
         yield Counter(lambda nbytes: None, lambda nbytes: None)
         return

@@ -28,7 +28,7 @@ SECONDS = {"": 1, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run time
-    """A number above 0 and one of its units, of either case."""
+    """A parameter type: a number above 0 with one of its units, in any case."""
 
     def __init__(self, name: str, units: Mapping[str, float], example: str, most: float = 1e30) -> None:
         self.name, self._units, self._example, self._most = name, units, example, most
@@ -48,6 +48,6 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run
 COUNT = Quantity("count", COUNTS, "7B")
 SIZE = Quantity("size", BYTES, "80GB")
 SPAN = Quantity("time", {unit: SECONDS[unit] for unit in SECONDS if unit}, "2h")
-"""A bare number would be steps to some, hours to others."""
+"""A time in seconds. It needs a unit: a bare number would be steps to some, hours to others."""
 HOURS = Quantity("time", {**SECONDS, "": 3600}, "24h", most=timedelta.max.total_seconds())
-"""In seconds, as the other one; a bare number is hours. A timedelta can hold it."""
+"""A time in seconds, too; a bare number is hours. A timedelta can hold it."""

@@ -1,5 +1,5 @@
-"""`ckptlib refresh`: makes the next save write chunks again that it would else take over from a step and those before
-it."""
+"""`ckptlib refresh`: makes the next save write chunks again that it would otherwise take over from a step or earlier
+ones."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def command(store: Store, output: Output, step: str) -> bool:
 
 
 def _mark(catalog: Catalog, save: SaveId) -> bool:
-    """Whether the mark was put; not when it is there already."""
+    """Puts the mark. Returns whether it was put; False if it was there already."""
     if save in catalog.steps().refreshes:
-        catalog.store.flush(STEPS)  # whoever has put it may have died before the name was durable
+        catalog.store.flush(STEPS)  # the process that put it may have died before the name was durable
         return False
     mark = documents.encode("refresh", {"save": str(save), "created": time.time()})
     return put_new(catalog.store, save.refresh_key, mark)

@@ -1,4 +1,4 @@
-"""`ckptlib report`: a run's records as one page of HTML."""
+"""`ckptlib report`: writes a run's records as one page of HTML."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def command(output: Output, store: Store, out: str) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole, or not at all; a link stays one. What is no file, such as a pipe or /dev/null, is written to, and nothing
-    takes its place."""
+    """Writes the page, whole or not at all. A link stays a link. A path that is no regular file, such as a pipe or
+    /dev/null, is written to, and not replaced."""
     if not path.name:
         raise CkptError(f"'{path}' is no name of a file for the page")
     try:
@@ -64,7 +64,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """A page of before is replaced when the new one is there."""
+    """Writes the page beside an older one, which it then replaces."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -27,14 +27,15 @@ from ckptlib.stores import Store
 from ckptlib.words import count, duration, last, plain
 
 RECENT_S = 600.0
-"""A job that has put a step or its record less long ago may still run."""
+"""A job that put a step or its record less than this long ago may still run."""
 
 LEAP = 10
-"""A job that is just starting has the next number, and has restored what was there; the record of one that was killed
-may still be on its way to the store. A rewind has a number above theirs, else they would hide it."""
+"""How far the number of a rewind is above the next one. A job that is just starting has the next number, and has
+restored what was there; the record of a job that was killed may still be on its way to the store. With a number below
+theirs, the rewind would be hidden."""
 
 SHOWN = 8
-"""Steps that a message names."""
+"""How many steps a message names."""
 
 
 @click.command("rewind", short_help="Go back to a step: the next job resumes there.")
@@ -52,7 +53,7 @@ def command(store: Store, output: Output, step: str, yes: bool) -> bool:
     """
     catalog = Catalog(store)
     catalog.root()
-    finish_saves(catalog, catalog.next_generation())  # what is whole already is not lost with the job
+    finish_saves(catalog, catalog.next_generation())  # so saves that are whole are not lost with the job
     save = catalog.resolve(step)
     before = catalog.visible()
     _check_whole(catalog, save, before)
@@ -78,7 +79,7 @@ def command(store: Store, output: Output, step: str, yes: bool) -> bool:
 
 
 def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
-    """By its documents and the listing. Raises what is the matter with the step, and which others there are."""
+    """Checks a step by its documents and the listing. Raises an error that says what is wrong and names other steps."""
     try:
         step_objects(catalog, save)
     except CheckpointNotFound:  # dropped since it was listed
@@ -91,7 +92,7 @@ def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
 
 
 def _ask(output: Output, catalog: Catalog, save: SaveId, visible: list[SaveId], yes: bool) -> None:
-    """Raises CkptError where somebody ought to be asked and nobody can be, Abort where the answer is no."""
+    """Asks whether to go back. Raises Abort if the answer is no, CkptError if a job may run and nobody can be asked."""
     if yes:
         return
     later = [other for other in visible if other.step > save.step]
@@ -109,14 +110,15 @@ def _ask(output: Output, catalog: Catalog, save: SaveId, visible: list[SaveId], 
 
 
 def _idle_s(catalog: Catalog) -> float:
-    """Since a job put a step or its record, by the store's clock."""
+    """Returns the seconds since a job put a step or its record, by the store's clock."""
     listed = [entry for prefix in (keys.STEPS, keys.GENERATIONS) for entry in catalog.store.scan(prefix)]
     newest = max((entry.modified for entry in listed if _is_of_a_job(catalog, entry.key)), default=0.0)
     return max(clock.now(catalog.store) - newest, 0.0)
 
 
 def _is_of_a_job(catalog: Catalog, key: str) -> bool:
-    """People put pins, marks of `refresh`, and the records of other rewinds; an account tells that a job has ended."""
+    """Whether a job put this object, and may still run. People put pins, marks of `refresh`, and records of rewinds; an
+    account shows that a job has ended."""
     generation = keys.parse_generation_key(key)
     if generation is not None:
         return not is_rewind(catalog, generation)
@@ -124,7 +126,7 @@ def _is_of_a_job(catalog: Catalog, key: str) -> bool:
 
 
 def _put(catalog: Catalog, save: SaveId) -> Generation:
-    """The record of a generation that has no job: its one process is this command."""
+    """Puts the record of a generation that has no job: its one process is this command. Returns the record."""
     following = catalog.next_generation()
     record = Generation(
         id=GenerationId(following.number + LEAP, following.nonce),

@@ -1,4 +1,4 @@
-"""`ckptlib show`: one step, from its manifest, layouts, parts and listings. No pack is opened."""
+"""`ckptlib show`: shows one step, from its manifest, layouts, parts and listings. Opens no pack."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MAX_VALUE_WIDTH = 100
 """Longer values are cut for people; JSON has them whole."""
 
 MAX_KINDS = 20
-"""Kinds of tensors that people see, the largest first; JSON has all."""
+"""The most kinds of tensors that are shown to people, the largest first; JSON has all."""
 
 MAX_STEPS = 8
-"""That a step stands on, and that people see."""
+"""The most steps that a step stands on that are shown to people; JSON has all."""
 
 ATTEMPT_WIDTH = len("000000-00000000")
-"""Of rank and attempt, which begin the name of a pack."""
+"""The width of rank and attempt, which begin the name of a pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,18 @@ class Tensor:
     """One name of a step, over all its layouts."""
 
     entry: TensorEntry
-    """Of the first layout that has it."""
+    """The entry of the first layout that has it."""
     held: str
+    """How ranks hold it; see `held`."""
     nbytes: int
-    """Of its data, each replica once."""
+    """Bytes of its data, without replicas."""
     num_ranks: int
-    """That have a layout with it."""
+    """The number of ranks whose layout has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What of a step lies in the store."""
+    """The objects of one kind that a step has in the store."""
 
     number: int
     nbytes: int
@@ -171,7 +172,7 @@ def _best(step: str, metric: str | None, mode: str | None) -> Best | None:
 
 
 def generation_chain(records: Mapping[GenerationId, Generation], save: SaveId) -> list[Generation]:
-    """The generation of a save, the one it resumed from, and so on, as far as they are known."""
+    """Returns the generation of a save, the one it resumed from, and so on, as far as they are known."""
     chain: list[Generation] = []
     record = records.get(save.generation)
     while record is not None and record not in chain:
@@ -181,7 +182,7 @@ def generation_chain(records: Mapping[GenerationId, Generation], save: SaveId) -
 
 
 def held(entry: TensorEntry) -> str:
-    """How ranks hold a tensor: "S0 on 8", "S0 R on 4x8", "per rank", "by hand"."""
+    """Returns how ranks hold a tensor: "S0 on 8", "S0 R on 4x8", "one rank", "per rank", "by hand"."""
     holding = entry.holding
     if isinstance(holding, OwnPerRank):
         return "per rank"
@@ -193,7 +194,7 @@ def held(entry: TensorEntry) -> str:
 
 
 def merged(manifest: Manifest, layouts: Mapping[str, Layout]) -> list[Tensor]:
-    """Every tensor of a step once, by name. A tensor per rank counts once for each rank that has it."""
+    """Returns every tensor of a step once, sorted by name. If each rank has its own, their bytes are added."""
     found: dict[str, Tensor] = {}
     for digest, layout in layouts.items():
         num_ranks = len(manifest.layouts[digest])
@@ -209,7 +210,7 @@ def merged(manifest: Manifest, layouts: Mapping[str, Layout]) -> list[Tensor]:
 
 
 def totals(tensors: list[Tensor]) -> dict[str, dict[str, int]]:
-    """By the first component of the names."""
+    """Returns the number and bytes of tensors, by the first component of their names."""
     found: dict[str, dict[str, int]] = {}
     for tensor in tensors:
         total = found.setdefault(tensor.entry.name.partition("/")[0], {"num_tensors": 0, "nbytes": 0})
@@ -219,17 +220,17 @@ def totals(tensors: list[Tensor]) -> dict[str, dict[str, int]]:
 
 
 def part_of(catalog: Catalog, manifest: Manifest, name: PartName) -> Part:
-    """Raises as `Catalog.part` does, and FormatError for one of a layout that the manifest does not name."""
+    """Returns a part. Raises as `Catalog.part` does, and FormatError if the manifest does not name its layout."""
     part = catalog.part(name)
     manifest.check_layout(name, part.table.layout)
     return part
 
 
 def stored(store: Store, manifest: Manifest, named: Collection[str]) -> dict[str, Objects]:
-    """The objects that were put for a step and that it needs, by kind; from listings.
+    """Returns the objects that were put for a step and that it needs, by kind; from listings.
 
-    `named`: the packs that its parts name. They may be of an earlier attempt than the part; of a part that cannot be
-    read, those of its own attempt are counted. What else failed attempts left behind is not.
+    `named`: the packs that its parts name. They may be of an earlier attempt than the part. For a part that cannot be
+    read, the packs of its own attempt are counted. Other packs that failed attempts left are not counted.
     """
     save = manifest.save
     attempts = {f"{name.rank:06d}-{name.attempt}" for name in manifest.parts}
@@ -304,7 +305,7 @@ def _chain_lines(chain: list[Generation]) -> Iterator[str]:
 
 
 def _run_rows(chain: list[Generation]) -> Iterator[tuple[str, str]]:
-    """What ran to save the step, as far as the job recorded it."""
+    """Yields facts about the run that saved the step, as far as the job recorded them."""
     run = chain[0].run if chain else {}
     if isinstance(argv := run.get("argv"), list):
         yield "command", " ".join(shlex.quote(str(argument)) for argument in argv)

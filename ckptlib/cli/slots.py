@@ -1,4 +1,4 @@
-"""`ckptlib slots`: the snapshots in this host's memory, and what the job they belong to survives."""
+"""`ckptlib slots`: shows the snapshots in this host's memory, and which losses their job survives."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _placement(generation: Generation) -> ReplicaMap | None:
     try:
         return place(generation.domains, generation.copies, generation.kinds)
     except ValueError:
-        return None  # nobody could have made it
+        return None  # no job can have made such a record
 
 
 def _document(row: SlotFile) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""On which saves a step stands: those whose packs hold chunks of it that have not changed since. Pure."""
+"""The saves that a step stands on: their packs hold chunks of it that have not changed since. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ckptlib.words import age
 
 @dataclass(frozen=True, slots=True)
 class Stands:
-    """What one step stands on."""
+    """The saves that one step stands on."""
 
     on: tuple[SaveId, ...]
     """Other saves, ascending."""
     oldest: float | None
-    """When the oldest save was taken that has a chunk of the step, its own included; seconds since the epoch. None: the
-    manifest of one of them could not be read when the step was committed."""
+    """When the oldest save with a chunk of the step was taken, its own included; seconds since the epoch. None if the
+    manifest of one of these saves could not be read when the step was committed."""
 
     @property
     def oldest_age(self) -> str:
-        """For people."""
+        """The age of the oldest save, for people."""
         return "?" if self.oldest is None else age(self.oldest)
 
 
 def stands_of(manifest: Manifest) -> Stands:
-    """Of the step of this manifest."""
+    """Returns the saves that this manifest's step stands on."""
     on = tuple(sorted({needed.save for needed in manifest.uses}))
     times = [manifest.created, *manifest.uses.values()]
     return Stands(on, None if 0.0 in manifest.uses.values() else min(times))

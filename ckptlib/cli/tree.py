@@ -1,4 +1,4 @@
-"""The generations of a root: which went on from which, what is on the history, and what was abandoned."""
+"""The tree of a root's generations: which went on from which, which are on the history, which steps were abandoned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Branch:
 
     id: GenerationId
     record: Generation | None
-    """None where it cannot be read."""
+    """None if it cannot be read."""
     on_history: bool
     listed: tuple[SaveId, ...]
     abandoned: tuple[SaveId, ...]
@@ -32,7 +32,7 @@ class Branch:
 
 
 def branches(catalog: Catalog) -> list[Branch]:
-    """All generations that have a record or a step, ascending."""
+    """Returns all generations that have a record or a step, ascending."""
     saves = catalog.saves()
     records, lost = catalog.records(saves, newer=True)
     return branches_of(saves, records, lost)
@@ -41,7 +41,8 @@ def branches(catalog: Catalog) -> list[Branch]:
 def branches_of(
     saves: Iterable[SaveId], records: Mapping[GenerationId, Generation], lost: Iterable[GenerationId]
 ) -> list[Branch]:
-    """Pure."""
+    """Returns the branches of these saves and records, ascending. Pure. `lost`: generations whose records cannot be
+    read."""
     by_generation: dict[GenerationId, list[SaveId]] = {}
     for save in sorted(saves):
         by_generation.setdefault(save.generation, []).append(save)
@@ -55,10 +56,10 @@ def branches_of(
 
 
 def drawn(found: Sequence[Branch]) -> list[tuple[int, Branch]]:
-    """In the order in which they are drawn, each with its depth. Pure.
+    """Returns the branches in the order in which they are drawn, each with its depth. Pure.
 
-    What a generation went on as stands right below it: on the history that is the one that is on it, too, else the
-    newest. Others that went on from it stand between the two, a level deeper.
+    A generation's main successor is drawn at the same depth: the one on the history if there is one, else the newest.
+    Other generations that went on from it are drawn between the two, a level deeper.
     """
     by_id = {branch.id: branch for branch in found}
     children: dict[GenerationId | None, list[Branch]] = {}
@@ -67,7 +68,7 @@ def drawn(found: Sequence[Branch]) -> list[tuple[int, Branch]]:
         children.setdefault(parent if parent in by_id else None, []).append(branch)
     rows: list[tuple[int, Branch]] = []
     left = dict(by_id)
-    roots = [*children.get(None, []), *found]  # the latter only where records run in a circle
+    roots = [*children.get(None, []), *found]  # the latter matter only if records form a cycle
     for root in roots:
         stack = [(0, root)]
         while stack:
@@ -82,7 +83,7 @@ def drawn(found: Sequence[Branch]) -> list[tuple[int, Branch]]:
 
 
 def print_tree(output: Output, found: Sequence[Branch]) -> None:
-    """A line for each generation: * for one on the history, - for one that has left it."""
+    """Prints a line for each generation: * if it is on the history, - if it has left it."""
     for depth, branch in drawn(found):
         style = "" if branch.on_history else "dim"
         mark = "*" if branch.on_history else "-"

@@ -1,7 +1,7 @@
-"""Which bytes of packs are needed by which steps, counted range by range. Pure: it is told of parts and of a listing.
+"""Counts which bytes of packs are needed by which steps, range by range. Pure: callers pass parts and a listing.
 
-It takes memory for each pack that a step needs: a few hundred bytes, and 24 more for each stretch of it that other
-steps need than the stretch before.
+It takes memory for each pack that a step needs: a few hundred bytes, and 24 more for each stretch that is needed by
+other steps than the stretch before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptlib.format.part import Part
 from ckptlib.stores import Entry
 
 NOBODY, SEVERAL = -1, -2
-"""Instead of the number of the one step that needs a byte."""
+"""Marks a byte that no step needs, or several; otherwise a byte has the number of the one step that needs it."""
 
 
 @dataclass(slots=True)
@@ -26,15 +26,15 @@ class StepUsage:
     """Bytes of one committed step."""
 
     logical: int = 0
-    """Of its chunks, as a load gives them back."""
+    """Bytes of its chunks, as a load returns them."""
     stored: int = 0
-    """That they take in packs, whichever step those were put for."""
+    """Bytes that they take in packs, whichever step the packs were put for."""
     own: int = 0
-    """Of `stored`: what no other committed step needs."""
+    """The part of `stored` that no other committed step needs."""
 
     @property
     def shared(self) -> int:
-        """Of `stored`: what other committed steps need, too."""
+        """The part of `stored` that other committed steps need, too."""
         return self.stored - self.own
 
 
@@ -43,40 +43,40 @@ class PacksUsage:
     """Bytes in the packs that were put for one save, as far as they are still there."""
 
     written: int = 0
-    """All of them."""
+    """All bytes."""
     needed: int = 0
-    """In which chunks of committed steps lie."""
+    """Bytes of chunks of committed steps."""
     framing: int = 0
-    """Headers, and gaps that align chunks, in packs of a committed step that has chunks in them."""
+    """Headers, and gaps that align chunks, in packs of a committed step that hold needed chunks."""
     dead: int = 0
-    """Kept only because other bytes of the same set of packs are needed."""
+    """Bytes kept only because other bytes of the same set of packs are needed."""
     idle: int = 0
-    """Of sets of packs that no committed step needs."""
+    """Bytes in packs that no committed step needs."""
 
 
 @dataclass(slots=True)
 class _Stretches:
-    """Who needs each byte of a pack."""
+    """Which step needs each byte of a pack, as stretches between edges."""
 
     edges: np.ndarray
-    """Ascending."""
+    """Offsets in the pack, ascending."""
     owners: np.ndarray
-    """One between two edges each: NOBODY, SEVERAL, or the number of a step."""
+    """The owner between each two edges: NOBODY, SEVERAL, or the number of a step."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """Who needs which bytes of the packs of one root."""
+    """Which steps need which bytes of the packs of one root."""
 
     steps: dict[SaveId, StepUsage] = field(default_factory=dict)
-    """The committed ones that parts were counted of."""
+    """The committed steps whose parts were added."""
     missing: list[str] = field(default_factory=list)
-    """Packs that steps need, and that are not there, or are shorter than what is needed of them."""
+    """Packs that steps need, but that are not there, or are too short."""
     _numbers: dict[SaveId, int] = field(default_factory=dict)
     _packs: dict[str, _Stretches] = field(default_factory=dict)
 
     def add(self, part: Part) -> None:
-        """Counts what a part of a committed step needs."""
+        """Adds the bytes that a part of a committed step needs."""
         step = self.steps.setdefault(part.save, StepUsage())
         number = self._numbers.setdefault(part.save, len(self._numbers))
         step.logical += part.table.nbytes_data
@@ -85,9 +85,10 @@ class Usage:
             self._packs[pack] = _needed_by(self._packs.get(pack), starts, stops, number)
 
     def finish(self, entries: Iterable[Entry], committed: Set[SaveId], needed: Needed) -> dict[SaveId, PacksUsage]:
-        """By save: what lies in its packs. All parts were added; `entries` list the packs that are there.
+        """Returns what lies in the packs of each save. Called once, after all parts were added.
 
-        `needed`: the sets of packs that committed steps have or use, by their manifests. Called once.
+        `entries`: a listing of the packs that are there. `needed`: the sets of packs that committed steps have or use,
+        by their manifests.
         """
         found: dict[SaveId, PacksUsage] = {}
         saves = [*self._numbers]
@@ -119,7 +120,7 @@ class Usage:
         return found
 
     def _count(self, stretches: _Stretches, saves: list[SaveId]) -> int:
-        """Bytes of a pack that anybody needs, each once. Gives each step those that it alone needs."""
+        """Returns the bytes of a pack that any step needs. Adds those that only one step needs to its `own`."""
         nbytes = np.diff(stretches.edges)
         for number in np.unique(stretches.owners[stretches.owners >= 0]):
             self.steps[saves[number]].own += int(nbytes[stretches.owners == number].sum())
@@ -127,7 +128,7 @@ class Usage:
 
 
 def _ranges(part: Part) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By pack: the ranges that chunks of a part, and what these are stored as changes of, lie in; ascending, apart."""
+    """Returns the ranges of each pack that hold chunks of a part, or bases of these chunks; ascending, disjoint."""
     bases = [coding.base for coding in part.codings.values() if coding.base is not None]
     packs = np.array([*part.table.packs, *(base.pack for base in bases)], np.int64)
     starts = np.array([*part.table.offsets, *(base.offset for base in bases)], np.int64)
@@ -143,14 +144,14 @@ def _ranges(part: Part) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _merged(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges, ascending by where they start, with those joined that meet or overlap."""
+    """Joins ranges that touch or overlap. They must be ascending by their starts."""
     ends = np.maximum.accumulate(stops)
     new = np.concatenate(([True], starts[1:] > ends[:-1]))
     return starts[new], ends[np.concatenate((new[1:], [True]))]
 
 
 def _needed_by(before: _Stretches | None, starts: np.ndarray, stops: np.ndarray, number: int) -> _Stretches:
-    """Who needs the bytes of a pack, once the step of this number needs these ranges of it, too."""
+    """Returns the stretches of a pack, once the step of this number needs these ranges of it, too."""
     if before is None:
         before = _Stretches(np.array([starts[0], stops[-1]]), np.array([NOBODY], np.int32))
     edges = np.unique(np.concatenate((before.edges, starts, stops)))

@@ -23,7 +23,7 @@ from ckptlib.verify.shared_chunks import SharedChunks
 from ckptlib.words import count, duration, plain, size
 
 MAX_SHARDS = 3
-"""Of a finding, that people see; JSON has all."""
+"""The most shards of a finding that are shown to people; JSON has all."""
 
 
 @click.command("verify", short_help="Read a step whole and name what is damaged.")
@@ -93,7 +93,8 @@ def command(store: Store, output: Output, step: str, everything: bool, mend: boo
 
 
 def _mend(catalog: Catalog, saves: list[SaveId]) -> list[str]:
-    """Raises NewerFormat where a newer ckptlib has written to this root."""
+    """Puts damaged documents again from their copies, or copies from documents; returns the keys of what it put. Raises
+    NewerFormat if a newer ckptlib has written to this root."""
     catalog.check_versions()
     manifests = [attempt(partial(catalog.manifest, save)) for save in saves]
     layouts = {digest for manifest in manifests if isinstance(manifest, Manifest) for digest in manifest.layouts}
@@ -103,7 +104,7 @@ def _mend(catalog: Catalog, saves: list[SaveId]) -> list[str]:
 
 
 def _resolve(catalog: Catalog, step: str, in_root: list[Finding]) -> SaveId:
-    """Damaged generations hide the history; the newest step is then the one that was saved last."""
+    """Returns the save of a step. If damaged generations hide the history, "latest" is the step that was saved last."""
     try:
         return catalog.resolve(step)
     except CheckpointNotFound:
@@ -116,7 +117,7 @@ def _resolve(catalog: Catalog, step: str, in_root: list[Finding]) -> SaveId:
 
 
 def document(finding: Finding) -> dict[str, object]:
-    """A finding as JSON; `box` as a list of [first, last + 1] per dim."""
+    """Returns a finding for JSON; `box` as a list of [first, last + 1] per dim."""
     fields = {name: getattr(finding, name) for name in ("damage", "key", "message", "rank", "offset", "nbytes")}
     save = finding.save
     return {

@@ -1,4 +1,4 @@
-"""`ckptlib watch`: what a run's checkpoints do right now, on a terminal."""
+"""`ckptlib watch`: shows on a terminal what a run's checkpoints do right now."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ckptlib.stores import Store
 from ckptlib.words import count, cut, duration, moment, one_line, plain, seconds, size
 
 MAX_FAILED = 3
-"""Failed saves that people see, the newest ones; JSON has all."""
+"""The most failed saves that are shown to people, the newest ones; JSON has all."""
 
 MAX_WIDTH = 100
-"""Of what a rank said of a failure."""
+"""The most characters that are shown of an error that a rank published."""
 
 HEADER = ("STEP", "GEN", "AGE", "SIZE", "WRITTEN", "INTERVAL", "STALL", "PERSIST")
 
@@ -59,8 +59,8 @@ def command(output: Output, store: Store, every: float, once: bool) -> bool:
 
 
 def _watch(watcher: Watcher, url: str, every: float) -> None:
-    """Until KeyboardInterrupt, or SIGTERM, as of `timeout`: the terminal has its cursor back. Ages go on between
-    looks."""
+    """Looks again and again, until KeyboardInterrupt or SIGTERM, as `timeout` sends: the terminal gets its cursor back
+    then. Ages are updated between looks."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found: Glance | None = None
     with Live(auto_refresh=False) as live:
@@ -84,7 +84,7 @@ def _watch(watcher: Watcher, url: str, every: float) -> None:
 
 
 def view(url: str, found: Glance | None, problem: CkptError | None, now: float) -> list[Text]:
-    """The lines that people see."""
+    """Returns the lines that are shown to people."""
     lines = [Text.assemble((plain(url), "bold"), (f"  {moment(now)}", "dim"))]
     if problem is not None:
         lines.append(Text(plain(one_line(str(problem))), style="red"))
@@ -169,7 +169,7 @@ def _cells(recent: Recent, now: float) -> tuple[str, ...]:
 
 
 def document(url: str, found: Glance) -> dict[str, object]:
-    """Seconds, steps, bytes."""
+    """Returns a look for JSON: seconds, steps, bytes."""
     return {
         "url": url,
         "at": found.at,
