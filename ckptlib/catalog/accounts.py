@@ -29,7 +29,8 @@ MAX_OBJECTS = 64
 """If there are more, they are merged into one."""
 
 MAX_LISTINGS = 4
-"""How often accounts are listed again because others merged them, which happens once in MAX_OBJECTS starts."""
+"""The most listings of accounts: they are listed again if others merge some, which happens once in MAX_OBJECTS
+starts."""
 
 MAX_ACCOUNT_BYTES = 64 * 2**20
 """The largest object that is read; ckptlib writes none that is larger."""
@@ -139,7 +140,7 @@ def is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
     """Whether `ckptlib rewind` put the generation's record, which starts no job."""
     try:
         return catalog.generation(generation).rewind
-    except UNUSABLE:  # told where history is walked
+    except UNUSABLE:  # reported when history is walked
         return False
 
 

@@ -118,7 +118,7 @@ class Catalog:
         return root
 
     def saves(self) -> list[SaveId]:
-        """Every committed save, by step."""
+        """Returns every committed save, by step."""
         return self.steps().saves
 
     def steps(self, since: SaveId | None = None) -> Steps:
@@ -135,7 +135,7 @@ class Catalog:
         return Steps(saves, sorted(refreshes), pins, put)
 
     def generation_ids(self) -> list[GenerationId]:
-        """Every generation that has put its record, ascending."""
+        """Returns every generation that has put its record, ascending."""
         listed = [entry.key for entry in self.store.scan(keys.GENERATIONS)]
         self._accounted = frozenset(filter(None, map(keys.parse_account_key, listed)))
         return sorted(filter(None, map(keys.parse_generation_key, listed)))

@@ -392,7 +392,7 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
             return False
         # A new committer reads all parts: nobody is left who knows whether they are whole.
         Committer(catalog).commit(save, names, left=True)
-    except Superseded:  # no second job, as the error says: this job went back, or went on without the save
+    except Superseded:  # there is no second job: this job went back, or went on without the save
         return False
     except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
         log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)

@@ -19,11 +19,11 @@ class Spent:
     """Seconds by what they were spent on. They add up to the whole time."""
 
     trained: float
-    """On steps that count, without the times below: computation, communication, data, evaluation."""
+    """Training steps that count, without the times below: computation, communication, data, evaluation."""
     stalled: float
     """Stalled by saves, during steps that count: in `after_step`, in `save` and at the fence."""
     lost: float
-    """On steps that a later start did again or went back behind, and on the one that a failure cut short."""
+    """Training steps that a later start did again or went back behind, and the step that a failure cut short."""
     restoring: float
     """From the making of the Checkpointer until `restore` returned."""
     closing: float
@@ -143,7 +143,7 @@ def goodput(accounts: Mapping[GenerationId, Account]) -> Goodput:
 
 
 def _limits(accounts: Sequence[Account]) -> list[float]:
-    """Returns the last step of each start that counts: the earliest at which any later start went on."""
+    """Returns, for each start, the last of its steps that counts: the lowest step at which a later start went on."""
     limits: list[float] = []
     limit = math.inf
     for account in reversed(accounts):

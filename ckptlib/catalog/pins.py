@@ -2,7 +2,7 @@
 
 A pin is put beside the manifest, under a name that is never used again. `spared` says why it holds once it is put.
 
-    `pin` died after its put                      the pin holds if the step is there; if it is gone, so is its content
+    `pin` died after its put                      the pin holds if the step is there; else a sweep removes it in time
 """
 
 from __future__ import annotations

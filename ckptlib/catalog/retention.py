@@ -179,10 +179,10 @@ def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: 
 
 
 def _look(catalog: Catalog, oldest: float, live: bool, tries: int = TRIES) -> tuple[Stock, Needed | None]:
-    """Returns all that is there; and the packs that other steps use, or steps dropped so lately that they may still be
-    read; None instead of the packs if they are not known.
+    """Returns all that is there; and the sets of packs that are used by other steps, or by steps dropped so lately that
+    they may still be read. These are None if they are not known.
 
-    A `live` job goes on if a manifest cannot be read. Other callers get CorruptData, since they can look after it.
+    A `live` job goes on if a manifest cannot be read. Other callers, who can repair it, get CorruptData.
     """
     stock = take_stock(catalog, oldest)
     young = [save for save, record in stock.records.items() if record.modified >= oldest]

@@ -222,8 +222,7 @@ def _cover_by_trash(
 
     If room is made in a full store earlier than that, parts are deleted before packs, so a save whose packs may be gone
     has no part left. The job that makes room spares packs that its own saves in flight may use, but not those of other
-    jobs: packs that an orphaned save uses may be deleted EARLY_S after they were dropped, and this counts on half of
-    that.
+    jobs: packs that an orphaned save uses may be deleted EARLY_S after they were dropped. This relies on half of that.
     """
     now, deadline_s = clock.now(catalog.store) if at is None else at, catalog.root().save_deadline_s
     oldest = now - (min(deadline_s, EARLY_S / 2) if orphaned else deadline_s)

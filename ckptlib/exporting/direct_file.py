@@ -38,7 +38,7 @@ class DirectFile:
         """Bytes that were given so far."""
 
     def write(self, data: Buffer) -> int:
-        """Appends data, which may be changed once this returns. Returns its bytes."""
+        """Appends data, which may be changed once this returns. Returns the number of bytes."""
         view = as_bytes(data)
         given = view.nbytes
         if given >= FROM_BYTES and self.nbytes % PAGE_BYTES == 0 and address_of(view) % PAGE_BYTES == 0:

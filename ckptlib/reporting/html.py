@@ -24,7 +24,8 @@ def escape(value: str | int | float) -> Element:
 
 
 def tag(tag_name: str, *children: Child, **attributes: str | int | float | None) -> Element:
-    """`tag("td", "a<b", class_="n")`: <td class="n">a&lt;b</td>. Attributes of None are left out; _ stands for -."""
+    """Makes an element: `tag("td", "a<b", class_="n")` is <td class="n">a&lt;b</td>. Attributes of None are left out; _
+    stands for -."""
     found = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for name, value in attributes.items()
