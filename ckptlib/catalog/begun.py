@@ -1,4 +1,4 @@
-"""Notes on local disks of generations that save there before the store has their record; the next job can put it.
+"""Notes, on local disks, of generations that save there before the store has their record: the next job can put it.
 
 Without that record no step of the generation counts; see `Catalog.visible`. The note is on the disk of the host of rank
 0, without whose part no local step is whole. No torch.

@@ -277,8 +277,8 @@ def _drop(
 ) -> set[SaveId]:
     """Drops steps; returns those that are spared.
 
-    Trash records go first: without them, the next generation would take the parts for saves to be committed. Pins are
-    read again after that: a `pin` puts the pin, then looks for a record, so one of the two sees the other. A rewind
+    Trash records are put first: without them, the next generation would take the parts for saves to be committed. Pins
+    are read after that: a `pin` puts the pin, then looks for a record, so one of the two sees the other. A rewind
     does the same with the record of its generation: see `spared`. A live job finds itself superseded then; for others,
     `head` is the newest generation in the history by which these steps were chosen.
 

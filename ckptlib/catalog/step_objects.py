@@ -1,6 +1,6 @@
 """Finds the objects that one committed step needs, whichever saves put them, from its documents, which are checked.
 
-Packs are not read, but they are there, and of the size that the parts tell. No torch.
+Packs are not read; listings show that they are there, with the size that the parts tell. No torch.
 """
 
 from __future__ import annotations
