@@ -1,1 +1,1 @@
-"""ckptlib in the words of other libraries. Each module is imported only where it is used."""
+"""Adapters of ckptlib to the interfaces of other libraries. Each module is imported only when it is used."""

@@ -1,7 +1,7 @@
 """Checkpoints of Accelerate by ckptlib: `CkptlibAccelerator` in place of Accelerator. Needs the package accelerate.
 
-A directory that `save_state` was given has a line of JSON that names a step of the root beside it, which has the
-tensors of all of them.
+The directory that `save_state` was given holds a line of JSON that names a step of the root beside it. The root has the
+tensors of all such directories.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 NUMBERED = re.compile("checkpoint_([0-9]+)")
 NOWHERE = "no directory"
-"""In place of the name of a step."""
+"""Stands for the name of a step if there is no directory."""
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
@@ -50,10 +50,10 @@ UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distribut
 class _Saving:
     directory: Path
     token: object
-    """Of the Accelerator that saves."""
+    """Token of the Accelerator that saves."""
     pending: Pending
     known: threading.Event
-    """Set once the save is known to be committed, or to have failed, for who waits for that."""
+    """Set once the save is known to be committed or to have failed, for threads that wait for it."""
 
 
 class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
@@ -68,15 +68,15 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     epoch, unless that call skips the batches of the one before.
     """
 
-    # Of the process: another Accelerator may load what the last one has just saved
+    # Shared by the process: another Accelerator may load what the last one has just saved
 
     _folders: ClassVar[dict[Path, StepFolders]] = {}
     """By directory; on rank 0."""
     _whose: ClassVar[dict[Path, object]] = {}
-    """By directory: the token of the Accelerator that opened it last."""
+    """Token of the Accelerator that opened each directory last."""
     _under_way: ClassVar[list[_Saving]] = []
     _newest: ClassVar[dict[str, int]] = {}
-    """By root: the last step that this process saved or found."""
+    """The last step that this process saved or found, by root."""
 
     def __init__(
         self,
@@ -91,19 +91,20 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         self._storage_options = ckptlib_storage_options
         self._token = object()
         self._random: Mapping[str, Any] | None = None
-        """What was loaded, until batches are skipped."""
+        """The loaded random state, until batches are skipped."""
         self._ended: list[tuple[Any, int]] = []
-        """Data loaders whose loaded state is at an epoch's last batch, and which one's; until batches are skipped."""
+        """Data loaders whose loaded state is at the last batch of an epoch, and the epoch; until batches are
+        skipped."""
         self._resumed: Resumed | None = None
 
     @override
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> str:
-        """As Accelerate's; collective. Returns where the directory will be.
+        """Saves like Accelerate's method; collective. Returns where the directory will be.
 
         `safe_serialization` makes no difference: nothing is ever pickled. Raises UnsupportedState for registered
-        objects whose state is no plain values and tensors; SaveFailed, maybe of an earlier save.
+        objects whose state is not made of plain values and tensors; SaveFailed, maybe for an earlier save.
         """
         self._settle_done()
         folder = self._folder_to_save(output_dir)
@@ -124,7 +125,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """As Accelerate's; collective. Directories that Accelerate wrote itself load as ever.
+        """Loads like Accelerate's method; collective. Directories that Accelerate wrote itself load as before.
 
         Raises CheckpointNotFound, StateMismatch, and CorruptData, on all ranks.
         """
@@ -164,7 +165,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return self._resumed
 
     def wait_for_saves(self) -> None:
-        """Returns when each directory of an earlier `save_state` is there. Collective. Raises SaveFailed."""
+        """Waits until the directory of each earlier `save_state` is there. Collective. Raises SaveFailed."""
         opened = {directory for directory, token in self._whose.items() if token is self._token}
         self._wait([each for each in self._under_way if each.token is self._token], opened)
 
@@ -199,7 +200,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     # The state
 
     def _state(self) -> dict[str, Any]:
-        """By the names of Accelerate's files: model, model_1, ..."""
+        """Returns the state by the names of Accelerate's files: model, model_1, ..."""
         is_fsdp1 = self.distributed_type == DistributedType.FSDP and not self.is_fsdp2
         if self.distributed_type in UNSUPPORTED or is_fsdp1:
             raise ValueError(f"CkptlibAccelerator saves no {self.distributed_type}; use FSDP2, DDP or one process")
@@ -259,7 +260,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return Path(self.project_dir).expanduser().absolute() / "checkpoints"
 
     def _open(self, directory: Path) -> None:
-        """Finishes what an earlier process, or another Accelerator of this one, left in a directory. Collective."""
+        """Finishes the saves that an earlier process, or another Accelerator of this one, left in a directory.
+        Collective."""
         if self._whose.get(directory) is self._token:
             return
         self._wait([each for each in self._under_way if each.directory == directory], [directory])
@@ -294,12 +296,12 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return parse_save(name) if name else None
 
     def _on_rank_0(self, what: str, call: Callable[[], str]) -> str:
-        """What rank 0 finds. Collective."""
+        """Returns what `call` returns on rank 0. Collective."""
         return by_rank_0(registry.group(None), what, lambda: call().encode()).decode()
 
     def _settle_done(self) -> None:
-        """Forgets saves that are done, as rank 0 sees it: else ranks that hear of a failure at different times would
-        raise it twice. Raises SaveFailed, on all ranks, where one failed."""
+        """Forgets saves that are done on rank 0: ranks that learn of a failure at different times would raise it twice.
+        Raises SaveFailed, on all ranks, if one failed."""
         mine = [each for each in self._under_way if each.token is self._token]
 
         def errors() -> str:
@@ -321,7 +323,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _finish() -> None:
-    """As programs end that do not call `end_training`; sessions, which began before, close after it."""
+    """Waits for saves as a program ends without `end_training`; sessions, which began before, close after it."""
     for each in CkptlibAccelerator._under_way:
         try:
             each.pending.wait_committed()
@@ -336,21 +338,21 @@ def _finish() -> None:
 
 
 def _weights_of(model: Any) -> object:
-    """A wrapper such as that of DDP does not tell whether its model is quantized."""
+    """Returns what to save of a model. A wrapper such as DDP's does not tell whether its model is quantized."""
     inner = extract_model_from_parallel(model)
     found = weights_of(inner)
     return model if found is inner else found
 
 
 def _numbered(directory: Path) -> list[int]:
-    """Of the directories that are named automatically."""
+    """Returns the numbers of the directories that are named automatically."""
     if not directory.is_dir():
         return []
     return [int(m[1]) for path in directory.iterdir() if (m := NUMBERED.fullmatch(path.name))]
 
 
 def _beyond(project: ProjectConfiguration, newest: Path) -> list[Path]:
-    """The directories that `total_limit` leaves no room for, oldest first."""
+    """Returns the directories beyond `total_limit`, oldest first."""
     limit, directory = project.total_limit, newest.parent
     if limit is None or not project.automatic_checkpoint_naming:
         return []

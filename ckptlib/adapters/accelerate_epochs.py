@@ -1,7 +1,7 @@
-"""The epochs of Accelerate's data loaders: which one a saved state is in, and what is left of it.
+"""The epochs of Accelerate's data loaders: the one that a saved state is in, and the rest of it.
 
 Accelerate counts an epoch (`iteration`, which orders it) when the loop asks for more than its last batch: while the
-loop has that one, the epoch counts as under way.
+loop works on that batch, the epoch counts as under way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptlib.state.rng import restore
 
 
 def gave_last(loader: Any) -> bool:
-    """Whether the loop has the last batch of an epoch that is not counted yet."""
+    """Returns whether the loop has the last batch of an epoch that is not counted yet."""
     return _is_under_way(loader) and bool(getattr(loader, "end_of_dataloader", False))
 
 
@@ -24,10 +24,10 @@ def _is_under_way(loader: Any) -> bool:
 
 
 class Resumed:
-    """The rest of an epoch: puts the random state back behind the batches that are skipped, once; before the epoch
-    where none is.
+    """The rest of an epoch. Puts the random state back once, behind the batches that are skipped, or before the epoch
+    if none is.
 
-    At its end the loader that has them all is told that this epoch is over: it would shuffle the next one alike.
+    At its end it tells the whole loader that this epoch is over, which would otherwise shuffle the next one alike.
     """
 
     def __init__(self, loader: Any, whole: Any, num_skipped: int, random: Mapping[str, Any]) -> None:
@@ -39,17 +39,18 @@ class Resumed:
     def __iter__(self) -> Iterator[Any]:
         began = getattr(self._loader, "iteration", None)
         if not self._num_skipped:
-            self._put_back()  # the epoch is not begun in what was saved, and it draws as it begins
+            self._put_back()  # the saved epoch had not begun, and it draws as it begins
         for batch in self._loader:
             self._put_back()
             yield batch
         self._put_back()  # all were skipped
         if began is not None:
-            # Accelerate does not count an epoch of which nothing is left
+            # Accelerate does not count an epoch with nothing left
             self.whole.iteration = max(self._loader.iteration, began + 1)
 
     def gave_last_of(self, loader: Any) -> bool:
-        """As `gave_last`, of the loader that has them all. A loop that left this epoch by `break` may go on with it."""
+        """Does what `gave_last` does, for the whole loader. A loop that left this epoch by `break` may go on with
+        it."""
         if loader is not self.whole or _is_under_way(loader) or not gave_last(self._loader):
             return False
         return bool(loader.iteration == self._loader.iteration)

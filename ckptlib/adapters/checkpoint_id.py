@@ -1,4 +1,4 @@
-"""What a checkpoint_id of torch.distributed.checkpoint names: a root, and a step in it. Pure."""
+"""Parses a checkpoint_id of torch.distributed.checkpoint into a root and a step in it. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ _NUMBERED = re.compile(r"(step|global_?step|iter|iteration|epoch|checkpoint|ckpt
 
 
 class Place(NamedTuple):
-    """A checkpoint."""
+    """The place of a checkpoint."""
 
     url: str
-    """Of the root."""
+    """URL of the root."""
     step: int | None
-    """None: the root has one checkpoint at a time, which each save replaces."""
+    """None if the root has one checkpoint at a time, which each save replaces."""
 
 
 def place_of(checkpoint_id: str | os.PathLike[str] | None) -> Place:
-    """`runs/7/step-12` is step 12 of the root `runs/7/step`, `runs/7/12` step 12 of `runs/7`; `runs/last` is a root.
+    """Parses `runs/7/step-12` as step 12 of the root `runs/7/step`, `runs/7/12` as step 12 of `runs/7`, `runs/last` as
+    a root.
 
-    A number counts where it stands alone, or behind step, global_step, iter, iteration, epoch, checkpoint or ckpt;
-    `run7` is a name. Raises ValueError where there is none.
+    A number counts if it stands alone, or behind step, global_step, iter, iteration, epoch, checkpoint or ckpt; `run7`
+    is a name. Raises ValueError if there is no id.
     """
     if checkpoint_id is None or not os.fspath(checkpoint_id):
         raise ValueError("checkpoint_id is needed: a path or a URL, such as 'runs/7/step-100'")

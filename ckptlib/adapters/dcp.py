@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint's functions, by ckptlib: `import ckptlib.dcp as dcp`.
 
-A state dict is what it is for DCP: modules and optimizers may be in it as they are, any other object with state_dict()
-and load_state_dict() is asked for its state, and tensors and plain values may be nested in dicts, lists and tuples.
+A state dict is what DCP takes: it may hold modules and optimizers as they are, any other object with state_dict() and
+load_state_dict() is asked for its state, and tensors and plain values may be nested in dicts, lists and tuples.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 CheckpointId = str | os.PathLike[str] | None
 
 REPLACED = Keep(last=1, grace=timedelta(hours=2))
-"""Of a checkpoint_id without a step: the one before stays until the new one is committed, and its bytes for a while, as
-somebody may be loading them."""
+"""Retention for a checkpoint_id without a step: the checkpoint before stays until the new one is committed, and its
+bytes for a while, as somebody may be loading them."""
 
 REPLACES = {"replaces": "the step before"}
-"""Tags of the runs that save so: only their steps are dropped unasked."""
+"""Tags of runs that save without a step: only their steps are dropped unasked."""
 
 
 def save(
@@ -187,14 +187,15 @@ class SaveFuture(Future[int]):
 
     @override
     def result(self, timeout: float | None = None) -> int:
-        """Waits. Raises SaveFailed if the checkpoint never will exist, and TimeoutError after `timeout` seconds."""
+        """Waits for the commit. Raises SaveFailed if the checkpoint never will exist, TimeoutError after `timeout`
+        seconds."""
         try:
             return self.pending.result(timeout)
         except WaitTimeout as error:
             raise TimeoutError(str(error)) from error
 
     def wait_copied(self) -> None:
-        """Returns when anything may write to the state: at once, but where `overlap` was given."""
+        """Waits until anything may write to the state: returns at once unless `overlap` was given."""
         self.pending.staging.wait_copied()
 
     @override
@@ -203,7 +204,7 @@ class SaveFuture(Future[int]):
             self.result(timeout)
         except TimeoutError:
             raise
-        except Exception as error:  # whatever `result` raises is asked for
+        except Exception as error:  # whatever `result` raises is returned
             return error
         return None
 
@@ -217,10 +218,10 @@ class SaveFuture(Future[int]):
 
     @override
     def cancel(self) -> bool:
-        """No save can be cancelled."""
+        """Returns False: no save can be cancelled."""
         return False
 
-    # What `concurrent.futures.wait` and `as_completed` look at, which would sleep for ever: see the message.
+    # Attributes that `concurrent.futures.wait` and `as_completed` look at, which would sleep for ever: see the message.
 
     @property  # type: ignore[explicit-override]
     def _state(self) -> str:
@@ -228,7 +229,7 @@ class SaveFuture(Future[int]):
 
     @_state.setter
     def _state(self, value: str) -> None:
-        """Future's own, from its constructor."""
+        """Ignores the state that Future's constructor sets."""
 
     @property  # type: ignore[explicit-override]
     def _waiters(self) -> list[Any]:
@@ -245,7 +246,7 @@ class SaveFuture(Future[int]):
 
     @override
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
-        """As `Pending.add_done_callback`: by the thread that trains."""
+        """Adds a callback as `Pending.add_done_callback` does; the thread that trains calls it."""
         self.pending.add_done_callback(lambda _: fn(self))
 
 
@@ -255,7 +256,7 @@ def _next_save(
     storage_options: Mapping[str, object] | None,
     keep: Keep | None,
 ) -> tuple[str, int, Keep | None]:
-    """Root, step and retention of a save. Collective where there may be a checkpoint to be replaced."""
+    """Returns root, step and retention of a save. Collective if there may be a checkpoint to replace."""
     url, step = place_of(checkpoint_id)
     newest = registry.newest_step(absolute(url), process_group)
     if step is None:
@@ -274,7 +275,7 @@ def _tags(keep: Keep | None) -> Mapping[str, str] | None:
 
 
 def _is_replaced(catalog: Catalog, save: SaveId) -> bool:
-    """Whether the next save may drop it. Not where the record that says so cannot be read."""
+    """Returns whether the next save may drop it; False if the record that would say so cannot be read."""
     try:
         return catalog.generation(save.generation).tags == REPLACES
     except NewerFormat:
@@ -289,7 +290,8 @@ def _newest_committed(
     storage_options: Mapping[str, object] | None,
     keep: Keep | None,
 ) -> int:
-    """-1 for none. Collective; rank 0 asks the store. Raises StateError for a root with the steps of a run."""
+    """Returns the newest committed step, or -1. Collective; rank 0 asks the store. Raises StateError if the steps are a
+    run's."""
     meet(process_group, url, "save", api.CALL_TIMEOUT)
 
     def newest() -> bytes:
@@ -311,7 +313,7 @@ def _newest_committed(
 def _refuse_planning(
     process_group: dist.ProcessGroup | None, no_dist: bool, use_collectives: bool, **given: object
 ) -> None:
-    """Arguments of DCP that would change what is written or read."""
+    """Raises ValueError for arguments of DCP that would change what is written or read."""
     for name, value in given.items():
         if value is not None and type(value).__name__ not in ("DefaultSavePlanner", "DefaultLoadPlanner"):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""What a load of a state dict makes of optimizers that the step has in another form than the state dict.
+"""Loads optimizers that the step has in another form than the state dict.
 
-Every rank takes part in each load here, also those whose own state dict has no such optimizer.
+Every rank takes part in each load here, even if its own state dict has no such optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptlib.reading.opened import CheckpointReader
 
 
 def _agreed(group: Group, mine: list[str]) -> list[str]:
-    """Those of all ranks, sorted. Collective."""
+    """Returns the names of all ranks, sorted. Collective."""
     if not group.any(bool(mine)):
         return []
     return sorted({key for told in group.gather(json.dumps(mine).encode()) for key in json.loads(told)})
@@ -31,7 +31,7 @@ def _agreed(group: Group, mine: list[str]) -> list[str]:
 def fill_optimizers(
     group: Group, states: Mapping[str, Any], missing: set[str], fill: Callable[[dict[str, Any]], LoadReport]
 ) -> set[str]:
-    """Loads optimizers as they are from what `get_state_dict` once gave of them. Collective.
+    """Loads optimizers themselves from states that `get_state_dict` once made of them. Collective.
 
     Returns the names that are still missing.
     """
@@ -58,9 +58,9 @@ def fill_named(
     opened: Callable[[], CheckpointReader],
     fill: Callable[[dict[str, Any], dict[str, str]], LoadReport],
 ) -> set[str]:
-    """Loads states with names of parameters from an optimizer saved as it is, or from its `state_dict()`. Collective.
+    """Loads states with parameter names from an optimizer saved as it is, or from its `state_dict()`. Collective.
 
-    named: by path of the state: the dict, and its `param_groups` before the load.
+    named: the dict and its `param_groups` before the load, by path of the state.
 
     Returns the names that are still missing.
     """
@@ -70,7 +70,7 @@ def fill_named(
     wanted = Wanted()
 
     def look() -> None:
-        for path in lacking:  # the load may have taken the groups of a state without names
+        for path in lacking:  # the load may have overwritten the groups of a state without names
             node, groups = named[path]
             if groups is not None:
                 node[GROUPS] = groups

@@ -1,6 +1,6 @@
-"""What `async_save` copies beside the training: the tensors of optimizers whose next step waits for the copy.
+"""Lets `async_save` copy tensors beside the training: those of optimizers whose next step waits for the copy.
 
-A state dict of DCP has tensors and names, and no optimizer. Which of them are an optimizer's is told by their memory.
+A state dict of DCP has tensors and names, and no optimizer. An optimizer's tensors are recognised by their memory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class _Fenced:
-    """What is known of one optimizer. Its hook stays, as the optimizer may be given again at any save."""
+    """The record of one optimizer. Its hook stays, as the optimizer may be given again at any save."""
 
     def __init__(self) -> None:
         self.fence = Fence()
         self.last: Pending | None = None
-        """The save that was begun last."""
+        """The last save that was begun."""
         self.torn = False
-        """Whether something else has been seen to write to its tensors during a copy: they overlap no more."""
+        """Whether something else was seen to write to its tensors during a copy: then they no longer overlap."""
 
     def may_overlap(self, optimizer: Optimizer) -> bool:
         if self.last is not None and isinstance(self.last.staging.error, TornSnapshot) and not self.torn:
@@ -40,14 +40,14 @@ class _Fenced:
 
 
 _known: MutableMapping[Optimizer, _Fenced] = WeakIdKeyDictionary()
-"""By identity, as everywhere: an optimizer may have an `==` of its own, and no hash."""
+"""By identity, as everywhere: an optimizer may define `==`, and have no hash."""
 
 
 class Overlapping:
     """The optimizers given to one save."""
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer] | None) -> None:
-        """Raises TypeError for what is no optimizer."""
+        """Raises TypeError for an argument that is no optimizer."""
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         for optimizer in given:
             if not isinstance(optimizer, Optimizer):
@@ -55,13 +55,14 @@ class Overlapping:
         self._optimizers = [*{id(optimizer): optimizer for optimizer in given}.values()]
         self._fenced = [_known.setdefault(optimizer, _Fenced()) for optimizer in self._optimizers]
         self._overlap: dict[int, bool] = {}
-        """By id of each."""
+        """Whether each optimizer may overlap, by its id."""
         for optimizer, fenced in zip(self._optimizers, self._fenced, strict=True):
             fenced.fence.install([optimizer])
             self._overlap[id(optimizer)] = fenced.may_overlap(optimizer)
 
     def owners(self, states: Mapping[str, object]) -> dict[int, Optimizer]:
-        """By id of a tensor in the states: the optimizer in whose parameters or state that memory is."""
+        """Returns the optimizer in whose parameters or state a tensor's memory is, by id of the tensor in the
+        states."""
         by_memory = {_memory(tensor): optimizer for optimizer in self._optimizers for tensor in _tensors_of(optimizer)}
         if not by_memory:
             return {}
@@ -69,11 +70,11 @@ class Overlapping:
         return {number: optimizer for number, optimizer in found if optimizer is not None}
 
     def __call__(self, leaf: Leaf) -> bool:
-        """Whether the copy of a leaf may go on beside the training."""
+        """Returns whether the copy of a leaf may go on beside the training."""
         return leaf.owner is not None and self._overlap.get(id(leaf.owner), False)
 
     def begin(self, pending: Pending) -> None:
-        """Closes the fences, and has the copy go on."""
+        """Closes the fences, and lets the copy go on."""
         for fenced in self._fenced:
             fenced.last = pending
             fenced.fence.guard(pending.staging)
@@ -82,7 +83,7 @@ class Overlapping:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor lies here, and how; of a DTensor its shard."""
+    """Returns where a tensor lies here, and how; for a DTensor, its shard."""
     return place(tensor)[1:]
 
 

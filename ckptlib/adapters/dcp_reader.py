@@ -1,4 +1,4 @@
-"""DCP's StorageReader over a committed step of ckptlib, for any of its load planners."""
+"""DCP's StorageReader for a committed step of ckptlib, with any of its load planners."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class StorageReader(TorchStorageReader):
         self._cast = cast
         self._opened: CheckpointReader | None = None
         self._saved: dict[str, str] = {}
-        """By DCP's name of a tensor: its name in the step."""
+        """A tensor's name in the step, by DCP's name."""
         self._values: dict[str, object] = {}
-        """By DCP's name."""
+        """Plain values, by DCP's name."""
         self._stand_ins: StandIns | None = None
 
     @override
@@ -75,14 +75,15 @@ class StorageReader(TorchStorageReader):
             self.checkpoint_id = checkpoint_id
 
     def close(self) -> None:
-        """Ends the connection to the store; a load does so by itself when it has read all."""
+        """Ends the connection to the store; a load does so by itself when it has read everything."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
     @override
     def read_metadata(self, *_: Any, **others: Any) -> Metadata:
-        """What the step holds, each tensor as one chunk, since any part of it can be read. Reads a few documents."""
+        """Returns the step's content, each tensor as one chunk, since any part of it can be read. Reads a few
+        documents."""
         self.close()
         url, step = place_of(self.checkpoint_id)
         opened = self._opened = _open(url, "latest" if step is None else step, self._storage_options)
@@ -104,7 +105,7 @@ class StorageReader(TorchStorageReader):
 
     @property
     def _name(self) -> str:
-        """Of the save that is read, the same on every rank that reads the same one."""
+        """Name of the save that is read; ranks compare it."""
         assert self._opened is not None, "read_metadata was not called"
         return str(self._opened.metadata()["name"])
 
@@ -118,7 +119,7 @@ class StorageReader(TorchStorageReader):
 
     @override
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises StateError where ranks would read different saves."""
+        """Raises StateError if ranks would read different saves."""
         names = {str(plan.storage_data) for plan in plans}
         if len(names) > 1:
             raise StateError(
@@ -130,9 +131,9 @@ class StorageReader(TorchStorageReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills what the planner gives for each item, when the digests of the chunks it lies in were found right.
+        """Fills what the planner gives for each item, after checking the digests of the chunks it lies in.
 
-        Waits for copies of a save under way before.
+        First waits for copies of a save under way.
         """
         opened = self._opened
         assert opened is not None, "read_metadata was not called"
@@ -157,7 +158,7 @@ class StorageReader(TorchStorageReader):
         return done
 
     def _value(self, name: str) -> io.BytesIO:
-        """As planners expect it: a pickle, which is made here, of a value that was read as data."""
+        """Returns a value as planners expect it: as a pickle, made here of a value that was read as data."""
         assert self._stand_ins is not None
         buffer = io.BytesIO()
         torch.save(self._stand_ins.filled(self._values[name]), buffer)
@@ -203,12 +204,12 @@ class _Piece(NamedTuple):
     target: torch.Tensor
 
     def room(self) -> Raw:
-        """Memory for it. Raises NoRoom."""
+        """Returns memory for it. Raises NoRoom."""
         return empty(self.saved, self.dtype, self.box.shape)
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Those that are read together, of some megabytes."""
+    """Yields lists of pieces that are read together, of some megabytes."""
     batch: list[_Piece] = []
     filled = 0
     for piece in pieces:
@@ -222,7 +223,7 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _open(url: str, step: int | str, options: Mapping[str, object] | None) -> CheckpointReader:
-    """A step, with the own values of this rank where it was a rank of the save, too."""
+    """Opens a step, with this rank's own values if it was a rank of the save, too."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     opened = open_step(url, step, TORCH, storage_options=options)
     known = opened.metadata()

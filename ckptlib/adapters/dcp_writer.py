@@ -1,9 +1,9 @@
-"""DCP's StorageWriter that commits a step of ckptlib, for planners that derive from its DefaultSavePlanner.
+"""DCP's StorageWriter that commits a step of ckptlib, with planners that derive from its DefaultSavePlanner.
 
-DCP's planner drops replicas before a storage sees data, so that nobody could prove them alike. But each rank's own plan
-is shown to the storage before that, and names all that the rank holds. That is what is saved here, by ckptlib's own
-plan, which writes each replica once, proves them alike, and proves at the commit that nothing is missing. DCP's global
-plan is compared with it, and is not used otherwise.
+DCP's planner drops replicas before a storage sees data, so that nobody could prove them equal. But before that, the
+storage sees each rank's own plan, which names everything that the rank holds. ckptlib saves all of that by its own
+plan, which writes each replica once, proves replicas equal, and proves at the commit that nothing is missing. DCP's
+global plan is compared with it, and not used otherwise.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ckptlib.state.leaf import Sharded
 from ckptlib.state.subclasses import placed_like
 
 Key: TypeAlias = tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]
-"""Name, offset and sizes of what an item writes."""
+"""Name, offset and sizes of the data that an item writes."""
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What travels with a plan."""
+    """The items that travel with a plan."""
 
     items: Sequence[WriteItem]
-    """To the coordinator: all that the rank holds. Back: what the global plan has the rank write."""
+    """To the coordinator: everything that the rank holds. Back: what the global plan has the rank write."""
 
 
 class StorageWriter(TorchStorageWriter):
@@ -102,7 +102,7 @@ class StorageWriter(TorchStorageWriter):
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raises StateError where the planner has dropped what a rank holds, or plans what it does not hold."""
+        """Raises StateError if the planner has dropped what a rank holds, or plans what a rank does not hold."""
         group = group_or_world(self._process_group)
         size = 1 if group is None else group.size()
         if len(plans) != size:
@@ -144,7 +144,7 @@ class StorageWriter(TorchStorageWriter):
         return done
 
     def _state(self, plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-        """All that this rank holds, nested as it was given to DCP."""
+        """Returns everything that this rank holds, nested as it was given to DCP."""
         if not isinstance(planner, DefaultSavePlanner):
             raise ValueError(
                 f"planner={type(planner).__name__}: ckptlib asks the planner for values and placements; derive it from "
@@ -162,7 +162,7 @@ class StorageWriter(TorchStorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The step is committed already, with metadata of its own."""
+        """Only sets `storage_meta`: the step is committed already, with metadata of its own."""
         metadata.storage_meta = self.storage_meta()
 
     @override
@@ -176,7 +176,7 @@ class StorageWriter(TorchStorageWriter):
 
 
 def _value(item: WriteItem, planner: DefaultSavePlanner) -> Any:
-    """What an item writes, as ckptlib knows it."""
+    """Returns the data of an item as ckptlib takes it."""
     if item.type == WriteItemType.BYTE_IO:
         return planner.lookup_object(item.index)
     assert item.tensor_data is not None

@@ -1,6 +1,6 @@
-"""Locks of directories, by which a process that looks at one knows that another one works there.
+"""Locks directories, so that a process that looks at one knows whether another one works there.
 
-A forked child has none: such as a worker of a DataLoader, which would hold them when its parent is killed.
+A forked child gives them up: else a worker of a DataLoader would hold them when its parent is killed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _locks: set[int] = set()
-"""The descriptors of those that this process has."""
+"""Descriptors of the locks that this process has."""
 
 
 def take(directory: Path) -> int | None:
-    """Its descriptor, with a lock on it where the file system knows locks; None where another process has that."""
+    """Returns a directory's descriptor, locked if the file system supports locks; None if another process has the
+    lock."""
     found = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     _locks.add(found)
     try:
@@ -37,7 +38,7 @@ def give_up(lock: int) -> None:
 
 
 def _give_all_up() -> None:
-    """In a forked child."""
+    """Gives up all locks in a forked child."""
     while _locks:
         os.close(_locks.pop())
 

@@ -1,7 +1,7 @@
 """Checkpoints of transformers' Trainer by ckptlib: `class MyTrainer(CkptlibTrainerMixin, Trainer)`.
 
-A directory `checkpoint-N` has trainer_state.json, as ever, and a line of JSON that names a step of the root beside it,
-which has the tensors of all of them. Needs the packages transformers and accelerate.
+A directory `checkpoint-N` has trainer_state.json, as usual, and a line of JSON that names a step of the root beside it.
+The root has the tensors of all such directories. Needs the packages transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ log = logging.getLogger(__name__)
 
 
 class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Put it before Trainer, or a class made of it, among the bases.
+    """Saves and resumes a Trainer by ckptlib. Put it before Trainer, or a class derived from it, among the bases.
 
     Saves model, optimizer, scheduler, scaler and the random state of every rank as one step of a root, when Trainer
     says so; another process writes it while training goes on. `checkpoint-N` appears when its step is committed. All
-    ranks must see `output_dir`, as resuming asks anyway.
+    ranks must see `output_dir`, as resuming requires anyway.
 
-    `train` waits for the last of them. It raises Preempted where the job was told to stop by SIGTERM: the step is
-    saved then. With `resume_from_checkpoint=True` a damaged checkpoint is skipped, and the one before is tried.
-    Checkpoints that Trainer wrote itself load as ever.
+    `train` waits for the last checkpoint. It raises Preempted if SIGTERM told the job to stop; the step is saved then.
+    With `resume_from_checkpoint=True` it skips a damaged checkpoint and tries the one before. Checkpoints that Trainer
+    wrote itself load as before.
     """
 
     ckptlib_root: str | None = None
@@ -57,9 +57,9 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
 
     _run: TrainerRun | None = None
     _resuming: bool = False
-    """Whether Trainer is about to load a checkpoint to go on from."""
+    """Whether Trainer is about to load a checkpoint to resume from."""
     _random_from: tuple[str, SaveId] | None = None
-    """A root and a step of another run whose random state is still to be put back."""
+    """Root and step of another run whose random state is still to be put back."""
 
     @override
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,25 +87,26 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
             self._let_go()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Once more where memory ran out, with `auto_find_batch_size`: another scheduler, from the first step on."""
+        """Begins anew if memory ran out, with `auto_find_batch_size`: with another scheduler, from the first step
+        on."""
         self._let_go()
         return super()._inner_training_loop(*args, **kwargs)
 
     def _let_go(self) -> None:
-        """Of a run that has not come to its end: nothing is waited for."""
+        """Lets go of a run that has not come to its end, without waiting for anything."""
         if self._run is not None:
             self._run.let_go()
             self._run = None
 
     def last_checkpoint(self) -> str | None:
-        """The newest checkpoint of `output_dir`; None: there is none. Collective.
+        """Returns the newest checkpoint of `output_dir`, or None. Collective.
 
-        First finishes what a kill has left, so that it may see one more than transformers' `get_last_checkpoint`.
+        First finishes the saves that a kill has left, so it may see one more than transformers' `get_last_checkpoint`.
         """
         return next(iter(self._to_try()), None)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of evaluations, too."""
+        """Makes the workers outlast signals, for evaluations, too."""
         loader = super()._get_dataloader(*args, **kwargs)
         outlast(loader)
         return loader
@@ -117,7 +118,8 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         self._run.save(trial)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer loads the best model here; with `save_total_limit=1` it removes all directories but that one's."""
+        """Waits for saves before Trainer loads the best model; with `save_total_limit=1` it removes all other
+        directories."""
         assert self._run is not None
         self._run.step_done()  # before other weights are loaded
         self._run.wait()
@@ -172,7 +174,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
     # Where things are
 
     def _open(self) -> None:
-        """Collective."""
+        """Opens a run. Collective."""
         self._let_go()
         self._run = TrainerRun(self, state_of(self), self.ckptlib_root, self.ckptlib_options)
 
@@ -184,7 +186,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         return self.ckptlib_root or str(Path(checkpoint).absolute().parent / ROOT)
 
     def _named_by(self, checkpoint: str) -> SaveId | None:
-        """As rank 0 reads it. Collective."""
+        """Returns the step that a checkpoint names, as rank 0 reads it. Collective."""
         told = by_rank_0(
             registry.group(None), f"reading {checkpoint}", lambda: str(step_of(Path(checkpoint)) or "").encode()
         )
@@ -192,7 +194,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         return parse_save(name) if name else None
 
     def _to_try(self) -> list[str]:
-        """The checkpoints of the output directory, newest first; as rank 0 sees them. Collective."""
+        """Returns the checkpoints of the output directory, newest first; as rank 0 sees them. Collective."""
         directory = Path(self._get_output_dir(None))
 
         def look() -> bytes:
@@ -210,7 +212,7 @@ class _Events(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        outlast(kwargs["train_dataloader"])  # which may be of a `get_train_dataloader` of the user's
+        outlast(kwargs["train_dataloader"])  # the loader may come from the user's `get_train_dataloader`
         if self._trainer._run is None:
             self._trainer._open()
         self._trainer._resuming = False

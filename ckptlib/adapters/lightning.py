@@ -1,8 +1,8 @@
 """Checkpoints of Lightning by ckptlib: `Trainer(plugins=[CkptlibCheckpointIO()])`. Needs the package lightning.
 
 Lightning asks the plugin for files: a path holds a checkpoint, can be listed, and can be removed. Here the file at the
-path is a line of JSON that names a step of the root beside it; the root has the data of all of them. So what did not
-change is written once, however many files (`last.ckpt`, the best ones) have it.
+path is a line of JSON that names a step of the root beside it; the root has the data of all of them. So data that did
+not change is written once, however many files (`last.ckpt`, the best ones) have it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ckptlib.stores import open_store
 log = logging.getLogger(__name__)
 
 KEPT = Keep(last=10**9, grace=2 * SAVE_DEADLINE)
-"""Lightning says which steps are removed."""
+"""Retention that keeps every step: Lightning says which steps to remove."""
 
 POLL_S = 0.1
 
@@ -57,12 +57,12 @@ class _Saving(NamedTuple):
     published: Future[SaveId | None]
     """The step that the file named before."""
     known: threading.Event
-    """Set once somebody has heard what became of the save."""
+    """Set once the outcome of the save is known."""
 
 
 class _Removal(NamedTuple):
     behind: list[str]
-    """The paths that were being saved to as it was asked for."""
+    """Paths that were being saved to when the removal was asked for."""
     done: Future[None]
 
 
@@ -79,13 +79,13 @@ class CkptlibCheckpointIO(CheckpointIO):
     """
 
     _steps: ClassVar[dict[str, int]] = {}
-    """By root: the last step that this process saved, whichever Trainer asked for it."""
+    """The last step that this process saved, whichever Trainer asked for it, by root."""
     _saving: ClassVar[dict[str, _Saving]] = {}
-    """By path. Another Trainer may load what the last one has just saved."""
+    """Saves by path. Another Trainer may load what the last one has just saved."""
     _removing: ClassVar[dict[str, _Removal]] = {}
-    """By path."""
+    """Removals by path."""
     _ending: ClassVar[bool] = False
-    """Whether the program ends: Python begins no thread any more, and a removal needs some."""
+    """Whether the program ends: then Python begins no more threads, which a removal needs."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe of an earlier save; TypeError
-        for `storage_options`, which are the plugin's, as Lightning's own does."""
+        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe for an earlier save;
+        TypeError for `storage_options`, which are the plugin's, as Lightning's own plugin does."""
         if storage_options is not None:
             raise TypeError(
                 "CkptlibCheckpointIO takes no storage_options for one checkpoint: all of a directory are in one root; "
@@ -139,13 +139,13 @@ class CkptlibCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """`weights_only` makes no difference: nothing is ever unpickled.
+        """Loads the checkpoint. `weights_only` makes no difference: nothing is ever unpickled.
 
-        Collective where there are several ranks, as Lightning and Fabric call it: rank 0 alone knows of a save that is
-        under way. All load the step that its file names.
+        Collective if there are several ranks, as Lightning and Fabric call it: only rank 0 knows of a save under way.
+        All load the step that its file names.
 
-        Raises FileNotFoundError, CheckpointNotFound where the step that it names is gone, FormatError for a file of
-        another kind, CorruptData, SaveFailed; on all ranks.
+        Raises FileNotFoundError, CheckpointNotFound if the named step is gone, FormatError for a file of another kind,
+        CorruptData, SaveFailed; on all ranks.
         """
         where = str(path)
         group = registry.group(None)
@@ -165,7 +165,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         return checkpoint if map_location is None else _moved(checkpoint, map_location)
 
     def _at(self, where: str) -> bytes:
-        """The step at a path, once it is saved, and the path; empty where there is no file."""
+        """Returns the step at a path, once it is saved, and the path; empty if there is no file."""
         self._finish(where)
         try:
             return f"{save_at(where)} {where}".encode()
@@ -174,9 +174,10 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Later, where saves to other paths are under way: one of them may be what takes its place. It stays, with a
-        warning, where one of them fails. The data goes with the first removal that comes two hours after this one, but
-        for what other steps use; none of it where another file beside names the same step, as a copy does."""
+        """Removes the file at once, or after saves to other paths that are under way: one of them may be to take its
+        place. If one of these fails, the file stays, with a warning. The data goes with the first removal two hours or
+        more after this one, except for chunks that other steps use; all of it stays if another file beside names the
+        same step, as a copy."""
         where = str(path)
         behind = [*self._saving]
         if behind in ([], [where]):
@@ -188,7 +189,8 @@ class CkptlibCheckpointIO(CheckpointIO):
             self._removing[where] = _Removal(behind, done)
 
     def _remove_behind(self, where: str, published: list[Future[SaveId | None]]) -> None:
-        """On the thread that has published them; those of other Trainers end at their own deadlines."""
+        """Removes a file after other saves, on the thread that publishes them; those of other Trainers have own
+        deadlines."""
         wait(published)
         if any(saved.cancelled() or saved.exception() is not None for saved in published):
             log.warning("%s stays: a save failed that may have been to take its place", where)
@@ -204,7 +206,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         self._drop(where, save)
 
     def _drop_replaced(self, where: str, published: Future[SaveId | None]) -> None:
-        """The step that the file named before. On the thread that has published it."""
+        """Drops the step that the file named before. Runs on the thread that has published it."""
         if self._ending or published.cancelled() or published.exception() is not None:
             return
         replaced = published.result()
@@ -216,7 +218,7 @@ class CkptlibCheckpointIO(CheckpointIO):
             log.warning("%s: step %d, which it named before, is left: %s", where, replaced.step, error)
 
     def _drop(self, where: str, save: SaveId) -> None:
-        """A step that the file at a path names no more; none that another file beside names."""
+        """Drops a step that the file at a path no longer names, unless another file beside names it."""
         if save in named_beside(where):
             return
         with open_store(root_of(where), self._options) as store:
@@ -226,7 +228,7 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Waits for all saves and removals. Raises SaveFailed, the first one, when all have come to their ends.
+        """Waits for all saves and removals, then raises SaveFailed, the first one, if any failed.
 
         Lightning calls it as each `fit` ends, and may save again later: `trainer.save_checkpoint`, another `fit`.
         """
@@ -243,7 +245,7 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """For users who copy a module with its Trainer, or pickle it: what is under way stays here."""
+        """Leaves out what is under way, for users who copy a module with its Trainer, or pickle it."""
         return {**self.__dict__, "_publisher": None, "_group": None}
 
     def _thread(self) -> JobFutures:
@@ -253,7 +255,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         return self._publisher
 
     def _unseen(self, where: str) -> _Saving | None:
-        """The save to a path whose file Lightning, which has just chosen the path, may not have found there."""
+        """Returns the save to a path whose file Lightning, which has just chosen the path, may not have found there."""
         saving = self._saving.get(where)
         return None if saving is None or saving.published.done() or where in self._removing else saving
 
@@ -273,7 +275,7 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @classmethod
     def _outcome(cls, where: str) -> BaseException | None:
-        """As `_finish`; returns why it failed."""
+        """Waits as `_finish` does; returns why it failed, or None."""
         errors: list[BaseException | None] = []
         if where in cls._saving:
             saving = cls._saving.pop(where)
@@ -312,14 +314,14 @@ class CkptlibCheckpointIO(CheckpointIO):
         return self._steps[root] + 1
 
     def _alone(self) -> dist.ProcessGroup | None:
-        """Lightning calls on rank 0 alone."""
+        """Returns a group of this rank alone: Lightning calls on rank 0 only."""
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._group
 
 
 def _finish_all() -> None:
-    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it."""
+    """Waits for saves as a program ends that saves after `fit`, which ends with `teardown`; sessions close after it."""
     CkptlibCheckpointIO._ending = True
     for where, removal in CkptlibCheckpointIO._removing.items():
         if removal.done.cancel():
@@ -337,13 +339,13 @@ def _raise_first(errors: Iterable[BaseException | None]) -> None:
 
 
 _LAST = re.compile(r"last(-v[0-9]+)?\.ckpt")
-"""What ModelCheckpoint calls its newest file, which it keeps beside the others, and whose place it remembers."""
+"""ModelCheckpoint's name for its newest file, which it keeps beside the others, and whose place it remembers."""
 
 
 def _may_rank(checkpoint: dict[str, Any], where: str) -> bool:
-    """Whether a ModelCheckpoint keeps this file by its score, beside another one of this name. Weights alone do not
-    tell, but for their name; Fabric has none. One that keeps a single file has put it in the place of the one before.
-    """
+    """Returns whether a ModelCheckpoint keeps this file by its score, beside another one of this name. A file of
+    weights only is judged by its name; Fabric has no ModelCheckpoint. One that keeps a single file has replaced the one
+    before."""
     if "callbacks" not in checkpoint:
         return "pytorch-lightning_version" in checkpoint and _LAST.fullmatch(PurePosixPath(where).name) is None
     states = [state for state in checkpoint["callbacks"].values() if isinstance(state, dict)]
@@ -352,7 +354,7 @@ def _may_rank(checkpoint: dict[str, Any], where: str) -> bool:
 
 
 def _moved(node: Any, location: Any) -> Any:
-    """As torch.load's `map_location`."""
+    """Moves tensors as torch.load's `map_location` does."""
     if isinstance(node, torch.Tensor):
         if callable(location):
             moved = location(node.untyped_storage(), "cpu")

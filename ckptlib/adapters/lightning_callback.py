@@ -1,7 +1,7 @@
 """A callback by which a Checkpointer saves a training of Lightning: `callbacks=[CkptlibCallback(url, every=100)]`.
 
-The state is the objects themselves: module, optimizers, schedulers; and of Lightning's own checkpoint, all that is not
-in them. Needs the package lightning.
+The state is the objects themselves: module, optimizers, schedulers; and everything in Lightning's own checkpoint that
+is not in them. Needs the package lightning.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ class CkptlibCallback(Checkpoint):
         saves = CkptlibCallback("checkpoints/run7", every=100, keep=Keep(last=2, best="val_loss", mode="min"))
         Trainer(callbacks=[saves]).fit(module)  # again after a kill: it goes on
 
-    `fit` begins with the newest step of the root; where that has none, with `ckpt_path`, if any, but raises with
-    `must_resume=True`. A step is one of the optimizer. With `keep.best`, each validation that logs this metric is saved
-    besides; the last step always is.
+    `fit` begins with the newest step of the root. If there is none, it begins with `ckpt_path`, if given, but raises
+    with `must_resume=True`. A step is one of the optimizer. With `keep.best`, each validation that logs this metric is
+    saved, too; the last step always is.
 
-    `fit` raises Preempted, status 75, where the job was told to stop by SIGTERM: the step is saved then.
+    `fit` raises Preempted, status 75, if SIGTERM told the job to stop; the step is saved then.
     """
 
     def __init__(self, url: str | Path, *, every: When, keep: Keep | None = None, **options: Any) -> None:
         """`options`: further arguments of `Checkpointer` but `state`, such as peers, local, codec, must_resume."""
         self.best_model_path = ""
-        """Lightning asks for it where `ckpt_path="best"`: there is no such file. See `ckptlib.load(step="best")`."""
+        """Lightning asks for it if `ckpt_path="best"`: there is no such file. See `ckptlib.load(step="best")`."""
         self._url = url
         self._keep = keep
         self._options = {**options, "every": every, "keep": keep}
         self._checkpointer: Checkpointer | None = None
         self._step = 0
-        """That the Checkpointer knows of."""
+        """The last step that the Checkpointer knows of."""
         self._global_step = 0
-        """As Lightning counts, which is by optimizer: it may have two."""
+        """The step by Lightning's count, which counts each optimizer: there may be two."""
         self._of_validation: set[str] = set()
-        """Metrics that validations have told."""
+        """Metrics that validations have logged."""
         self._before_validation: set[str] = set()
         self._validated = False
-        """Whether a validation has told of the step that comes next."""
+        """Whether a validation belongs to the step that is told next."""
         self._loaded: LightningState | None = None
         self._handlers: dict[int, Any] = {}
-        """The Checkpointer's, by signal."""
+        """Signal handlers of the Checkpointer, by signal."""
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """That of the `fit` under way. Raises ValueError where there is none."""
+        """The Checkpointer of the `fit` under way. Raises ValueError if there is none."""
         if self._checkpointer is None:
             raise ValueError("CkptlibCallback has a Checkpointer from on_fit_start to teardown only")
         return self._checkpointer
@@ -74,7 +74,7 @@ class CkptlibCallback(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All is set up by now, wrapped and on its device; no data loader has begun."""
+        """Restores. Everything is set up by now, wrapped and on its device; no data loader has begun."""
         self._close()
         state = LightningState(trainer)
         self._checkpointer = Checkpointer(self._url, state.objects, **self._options)
@@ -89,7 +89,7 @@ class CkptlibCallback(Checkpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Data loaders have begun by now."""
+        """Puts data loaders and the random state back. Data loaders have begun by now."""
         if self._checkpointer is None:
             return
         for number, own in self._handlers.items():  # Lightning's would end one rank alone
@@ -119,7 +119,7 @@ class CkptlibCallback(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step is told when all is done that belongs to it: its validation, the end of its epoch."""
+        """Tells a step when everything that belongs to it is done: its validation, the end of its epoch."""
         loop = trainer.fit_loop
         validates = loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         if not trainer.is_last_batch and not validates:
@@ -127,7 +127,7 @@ class CkptlibCallback(Checkpoint):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Callbacks may exchange the weights for averaged ones now: the copy has to be done."""
+        """Waits for the copy: callbacks may now exchange the weights for averaged ones."""
         self._before_validation = {*trainer.callback_metrics}
         if self._checkpointer is not None:
             with self._checkpointer.updating():
@@ -149,7 +149,7 @@ class CkptlibCallback(Checkpoint):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Of the epoch behind that of the step."""
+        """Tells the last step of the epoch before."""
         self._step_done(trainer)
 
     @override
@@ -174,13 +174,13 @@ class CkptlibCallback(Checkpoint):
         self._validated = False
 
     def _save_last(self, trainer: Trainer) -> None:
-        """Unless it is saved. Collective."""
+        """Saves the last step unless it is saved. Collective."""
         self._step_done(trainer)
         if self._checkpointer is not None and self._step > 0:
             self._checkpointer.save(self._step)
 
     def _metrics(self, trainer: Trainer) -> Mapping[str, float]:
-        """Those of this step: what an earlier validation has told belongs to an earlier one."""
+        """Returns the metrics of this step: those that an earlier validation logged belong to an earlier one."""
         but = () if self._validated else self._of_validation
         found = {name: value for name, value in trainer.callback_metrics.items() if name not in but}
         return _Numbers({name: value for name, value in found.items() if value.numel() == 1})
@@ -216,7 +216,7 @@ class CkptlibCallback(Checkpoint):
 
 
 class _Numbers(Mapping[str, float]):
-    """Of tensors, read only where their step is saved: a read waits for all that a GPU has been given to do."""
+    """Numbers in tensors, read only if their step is saved: a read waits for all work that a GPU has been given."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -235,7 +235,8 @@ class _Numbers(Mapping[str, float]):
 
 
 def _uneven(trainer: Trainer) -> list[ResumableSampler]:
-    """Those of the training whose epochs differ in their number of batches: the last one is filled up from the next."""
+    """Returns the training's samplers whose epochs differ in their number of batches: the last batch is filled up from
+    the next epoch."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     within = [each.loader if isinstance(each, ResumableLoader) else each for each in loaders]
@@ -246,7 +247,7 @@ def _uneven(trainer: Trainer) -> list[ResumableSampler]:
 
 
 def _ends(trainer: Trainer) -> bool:
-    """Whether the training ends with this step, as far as can be told before the end of its epoch."""
+    """Returns whether the training ends with this step, as far as can be told before the end of its epoch."""
     loop = trainer.fit_loop
     stops = trainer.should_stop and getattr(loop, "_can_stop_early", True)  # not before min_epochs and min_steps
     if stops or 0 <= trainer.max_steps <= trainer.global_step:

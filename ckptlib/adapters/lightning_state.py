@@ -1,4 +1,4 @@
-"""What is saved of a Trainer of Lightning while it fits, and given back to it. Knows nothing of when."""
+"""The state of a Trainer of Lightning while it fits: collects it and gives it back. Knows nothing of when."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ckptlib.adapters.plain_tree import plain_of
 from ckptlib.state.leaf import PerRank
 
 IN_OBJECTS = ("optimizer_states", "lr_schedulers")
-"""Entries of Lightning's own checkpoint that the objects themselves have, beside "state_dict"."""
+"""Entries of Lightning's own checkpoint, besides "state_dict", that the objects themselves have."""
 
 WEIGHTS = "state_dict"
 LOADERS = "combined_loader"
 RESTORE = "_restore_modules_and_callbacks"
-"""The method of Lightning by which strategies that load a file when all is set up do so."""
+"""The method by which Lightning lets strategies load a file when everything is set up."""
 
 
 class LightningState:
-    """One per `fit`, from the time that its strategy is set up. Main thread.
+    """The state of one `fit`, from the time that its strategy is set up. Main thread.
 
-    objects: as a Checkpointer takes it.
+    objects: the state as a Checkpointer takes it.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -47,9 +47,9 @@ class LightningState:
         }
 
     def hand_out(self) -> None:
-        """Gives what was loaded to Lightning, by the calls and in the order in which it loads a file of its own.
+        """Gives the loaded state to Lightning, by the calls and in the order in which it loads a file of its own.
 
-        In place of one: whatever `ckpt_path` says is forgotten. `place_data` has to follow, in on_train_start.
+        Replaces such a load: Lightning forgets what `ckpt_path` says. `place_data` has to follow, in on_train_start.
         """
         connector = self._trainer._checkpoint_connector
         checkpoint = copy.deepcopy(self._rest.loaded)  # hooks may have put the live weights into it, too
@@ -72,17 +72,18 @@ class LightningState:
             connector._loaded_checkpoint = {}
 
     def _restored(self, *_: object) -> None:
-        """In place of Lightning's own, which would load what `ckpt_path` says behind on_fit_start. Called once."""
+        """Replaces Lightning's own method, which would load what `ckpt_path` says behind on_fit_start. Called once."""
         self.let_go()
 
     def let_go(self) -> None:
-        """Has Lightning load files again."""
+        """Lets Lightning load files again."""
         vars(self._trainer._checkpoint_connector).pop(RESTORE, None)
 
     def place_data(self) -> None:
-        """Has the data loaders go on where they were, and the loops begin the next epoch if that was the end of one.
+        """Puts the data loaders back to where they were, and lets the loops begin the next epoch if that was the end of
+        one.
 
-        Lightning would load them before it tells their samplers of the epoch, by which these shuffle.
+        Lightning would load them before it tells their samplers the epoch, by which these shuffle.
         """
         loop = self._trainer.fit_loop
         loader, fetcher = loop._combined_loader, loop._data_fetcher
@@ -97,7 +98,8 @@ class LightningState:
 
 
 class _Rest:
-    """Lightning's own checkpoint, but for what the objects have: loops, callbacks, data module, precision, hooks'."""
+    """Lightning's own checkpoint without what the objects have: loops, callbacks, data module, precision, hooks'
+    entries."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -121,7 +123,7 @@ class _Rest:
 
 
 class _Loaders:
-    """Where each data loader that can tell is, on this rank."""
+    """The positions of data loaders that can tell theirs, on this rank."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -137,10 +139,10 @@ class _Loaders:
 
 @contextmanager
 def _nothing_gathered(strategy: Any) -> Iterator[None]:
-    """Has weights and optimizers, which are saved as they are, told as by any strategy.
+    """Makes a strategy return weights and optimizers, which are saved as they are, as the base class does.
 
-    ModelParallelStrategy makes copies of all of them. And where an optimizer has no state yet, torch's
-    get_optimizer_state_dict makes some by a step of it, behind which the training is another one.
+    ModelParallelStrategy makes copies of all of them. And if an optimizer has no state yet, torch's
+    get_optimizer_state_dict makes some by a step of it, which changes the training.
     """
     names = ("lightning_module_state_dict", "optimizer_state")
     vars(strategy).update({name: partial(getattr(Strategy, name), strategy) for name in names})
@@ -156,7 +158,7 @@ def _one_or_all(objects: list[Any]) -> object:
 
 
 def _is_same(a: object, b: object) -> bool:
-    """Whether two entries are one tensor: the state dict of a module makes a new object at each call."""
+    """Returns whether two entries are one tensor: the state dict of a module makes a new object at each call."""
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         a, b = a.to_local(), b.to_local()
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

@@ -1,5 +1,5 @@
-"""The state of optimizers by names of parameters, as `get_optimizer_state_dict` gives it, from a step that has it in
-another form: of an optimizer saved as it is, or of `optimizer.state_dict()` with the names beside.
+"""Optimizer states by parameter names, as `get_optimizer_state_dict` returns them, from a step that has another form:
+an optimizer saved as it is, or `optimizer.state_dict()` with the names beside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 
 
 def named_optimizers(states: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Node]]:
-    """By path in the state: those with names of parameters, nested or flat (`flatten_optimizer_state_dict`)."""
+    """Yields path and dict of states with parameter names, nested or flat (`flatten_optimizer_state_dict`)."""
     for key, node in states.items():
         below = join(path, key)
         if not isinstance(node, dict):
@@ -42,41 +42,41 @@ def _is_nested(node: Node) -> bool:
 
 
 def _is_flat(node: Node) -> bool:
-    """Its keys are like state.net.0.weight.exp_avg and param_groups.net.0.weight.lr."""
+    """Returns whether its keys are like state.net.0.weight.exp_avg and param_groups.net.0.weight.lr."""
     return bool(node) and all(isinstance(key, str) and key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in node)
 
 
 @dataclass
 class Wanted:
-    """What is to be filled of one or several optimizers' states."""
+    """The entries to fill in one or several optimizers' states."""
 
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By name in the checkpoint."""
     values: list[tuple[Node, str, object]] = field(default_factory=list)
-    """Where each goes: a dict, and its key."""
+    """Where each plain value goes: a dict, its key, and the value."""
     missing: list[str] = field(default_factory=list)
     """Names that the checkpoint lacks."""
 
     def put(self) -> None:
-        """Plain values where they belong."""
+        """Puts plain values where they belong."""
         for node, key, value in self.values:
             node[key] = value
 
 
 class SavedOptimizers:
-    """Those of an opened step, by names of parameters."""
+    """The optimizers of an opened step, by parameter names."""
 
     def __init__(self, opened: CheckpointReader) -> None:
         self._stand_ins = StandIns(opened)
         self._tree = nested(self._stand_ins)
         self._filled: dict[int, object] = {}
-        """By id of what stands in the tree: the same with its tensors read."""
+        """By id of a value in the tree: the same value with its tensors read."""
         for path, described in opened.trees.items():
             if isinstance(described, dict) and "optimizer" in described:
                 name_parameters(self._tree, path)
 
     def want(self, path: str, node: Node, wanted: Wanted) -> None:
-        """Adds what fills `node`. Raises StateMismatch where the step has no names, or other groups."""
+        """Adds what fills `node`. Raises StateMismatch if the step has no names, or other groups."""
         saved = self._by_name(path)
         if saved is None:
             wanted.missing.append(path)
@@ -116,8 +116,8 @@ class SavedOptimizers:
             raise StateMismatch(f"{name}: is a plain value in the state dict; the checkpoint has a tensor")
 
     def _told(self, value: object) -> object:
-        """To be compared: a tensor by its name, and a value as it is written. A NaN is no equal of itself, and an array
-        has no one answer."""
+        """Returns a form to compare: a tensor's name, or a value as encoded. A NaN does not equal itself, and comparing
+        arrays gives no single answer."""
         if isinstance(value, (list, tuple)):
             return [*map(self._told, value)]
         if isinstance(value, Mapping):
@@ -126,13 +126,14 @@ class SavedOptimizers:
         return values.encode(value, GROUPS) if source is None else source
 
     def _read(self, value: object) -> object:
-        """A value with the tensors that are in it, such as betas: one for all parameters of a group."""
+        """Returns a value with its tensors read, such as betas: one object for all parameters of a group."""
         if id(value) not in self._filled:
             self._filled[id(value)] = self._stand_ins.filled(value)
         return self._filled[id(value)]
 
     def _by_name(self, path: str) -> dict[str, object] | None:
-        """Flat: state.<parameter>.<key> and param_groups.<parameter>.<option>; None where there is no optimizer."""
+        """Returns flat entries: state.<parameter>.<key> and param_groups.<parameter>.<option>; None if there is no
+        optimizer."""
         node: Any = self._tree
         numbered = False
         for segment in path.split("/"):

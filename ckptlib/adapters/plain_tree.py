@@ -1,4 +1,4 @@
-"""A dict of another library's checkpoint as an object that can be saved. Knows no library."""
+"""Makes a dict of another library's checkpoint an object that can be saved. Knows no library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PlainTree:
-    """Its state comes back with every dict, list and tuple as it was."""
+    """An object whose state comes back with every dict, list and tuple as it was."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._tree = tree
@@ -21,7 +21,8 @@ class PlainTree:
 
 
 def plain_of(node: Any) -> Any:
-    """Kinds of dict that only the other library knows, such as Lightning's AttributeDict, become dicts."""
+    """Returns a copy in which kinds of dict that only the other library knows, such as Lightning's AttributeDict, are
+    dicts."""
     if isinstance(node, dict):
         made = {key: plain_of(value) for key, value in node.items()}
         return type(node)(made) if type(node) in (OrderedDict, Counter) else made

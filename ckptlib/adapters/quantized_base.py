@@ -1,4 +1,4 @@
-"""What is saved of a model on a base that bitsandbytes has quantized, as for QLoRA."""
+"""Selects what to save of a model on a base that bitsandbytes has quantized, as for QLoRA."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def weights_of(model: Any) -> object:
-    """What is saved of a model. Of one that bitsandbytes has quantized, what is trained, and buffers, which a forward
-    pass may change: no load could fill the rest in place, which is frozen, and `from_pretrained` makes it. Of
-    Accelerate's models, too."""
+    """Returns what to save of a model. If bitsandbytes has quantized it, these are the trained parameters, and buffers,
+    which a forward pass may change: no load could fill the frozen rest in place, and `from_pretrained` makes it. Also
+    for Accelerate's models."""
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         return {**trained, **_buffers_of(model)}
@@ -19,7 +19,7 @@ def weights_of(model: Any) -> object:
 
 
 def _buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that its `state_dict()` has, by the names that they have there."""
+    """Returns the buffers in its `state_dict()`, by their names there."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""DCP's state dicts as states of ckptlib, and back.
+"""Converts DCP's state dicts to states of ckptlib, and back.
 
-For DCP, a list or tuple in which there is no tensor is one value: a load replaces it, whatever length it has now.
+For DCP, a list or tuple without tensors is one value: a load replaces it, whatever length it has now.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Stateful(Protocol):
 
 
 class _Value:
-    """A list or tuple without tensors."""
+    """A list or tuple without tensors, as an object."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -36,28 +36,29 @@ class _Value:
         return self.value
 
     def load_state_dict(self, state: object) -> None:
-        """Before version 0.3, `state_dict` put it into a dict."""
+        """Loads the value, which versions before 0.3 saved in a dict."""
         self.value = state["value"] if isinstance(state, dict) else state
 
 
 def gives_state(value: object) -> TypeGuard[Stateful]:
-    """Whether its `state_dict()` is saved. Modules and optimizers are saved as they are: by names of parameters."""
-    # tensors first: to ask one for a protocol costs 8 us, and there are thousands
+    """Returns whether its `state_dict()` is saved. Modules and optimizers are saved as they are: by names of
+    parameters."""
+    # tensors first: asking one for a protocol costs 8 us, and there are thousands
     return not isinstance(value, (torch.Tensor, nn.Module, Optimizer)) and isinstance(value, Stateful)
 
 
 def model_of(optim: Optimizer, states: Mapping[str, object]) -> nn.Module | None:
-    """The module beside an optimizer that has its parameters."""
+    """Returns the module beside an optimizer that has its parameters, or None."""
     params = {id(param) for group in optim.param_groups for param in group["params"]}
     modules = (value for value in states.values() if isinstance(value, nn.Module))
     return next((module for module in modules if params <= {*map(id, module.parameters())}), None)
 
 
 def asked(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    """The same, with the state of each object that gives one.
+    """Returns the same dict, with the state of each object that gives one.
 
-    They are asked in the order of their keys, as a `state_dict()` may be a collective and ranks may have added the
-    entries in different orders.
+    Asks them in the order of their keys, as a `state_dict()` may be a collective and ranks may have added the entries
+    in different orders.
     """
     given = {key: state_dict[key] for key in sorted(state_dict, key=str)}
     found = {key: value.state_dict() if gives_state(value) else value for key, value in given.items()}
@@ -65,7 +66,7 @@ def asked(state_dict: Mapping[str, object]) -> dict[str, Any]:
 
 
 def wrapped(states: Mapping[str, object], allocate: bool = False) -> dict[str, Any]:
-    """The same tensors in containers of its own, where lists and tuples without any are one value each.
+    """Returns the same tensors in new containers, in which each list or tuple without tensors is one value.
 
     allocate: give tensors on the meta device memory, which is to be filled. Never for a save.
     """
@@ -85,7 +86,7 @@ def _wrapped(node: Any, allocate: bool) -> Any:
 
 
 def _box_of(tensor: ShardedTensor) -> Sharded:
-    """This rank's box of a tensor of FSDP1 or of torchrec, in the same memory."""
+    """Returns this rank's box of a tensor of FSDP1 or torchrec, in the same memory."""
     shards, shape = tensor.local_shards(), tuple(tensor.size())
     if not shards:
         return Sharded(torch.empty([0] * len(shape), dtype=tensor.dtype), (0,) * len(shape), shape)
@@ -101,9 +102,9 @@ def _has_state(node: object) -> bool:
 
 
 def unwrap(states: dict[str, Any], loaded: Mapping[str, Any], missing: Collection[str] = ()) -> None:
-    """Puts what a load left in `loaded`, which `wrapped` made of `states`, where it belongs.
+    """Puts the content that a load left in `loaded`, which `wrapped` made of `states`, where it belongs.
 
-    missing: names that were not filled; tensors of the meta device stay there then.
+    missing: names that were not filled; their tensors on the meta device stay there.
     """
     for key, value in loaded.items():
         states[key] = _unwrapped(states[key], value, join("", key), missing)
@@ -116,7 +117,7 @@ def _unwrapped(node: Any, loaded: Any, path: str, missing: Collection[str]) -> A
         return node
     if isinstance(node, dict):
         for key, value in loaded.items():
-            if key in node:  # else the checkpoint alone has it
+            if key in node:  # else only the checkpoint has it
                 node[key] = _unwrapped(node[key], value, join(path, key), missing)
         return node
     if type(node) in (list, tuple):

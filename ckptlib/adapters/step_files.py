@@ -1,4 +1,4 @@
-"""Files that each name a step of the root beside them, as Lightning keeps one for each checkpoint: a line of JSON.
+"""Files that each name a step of the root beside them in a line of JSON; Lightning keeps one for each checkpoint.
 
 This module knows neither Lightning nor tensors.
 """
@@ -23,7 +23,7 @@ def root_of(where: str) -> str:
 
 
 def save_at(where: str) -> SaveId:
-    """The step that a file names. Raises FileNotFoundError; FormatError for a file of another kind."""
+    """Returns the step that a file names. Raises FileNotFoundError; FormatError for a file of another kind."""
     fs = get_filesystem(where)
     if not fs.exists(where):
         raise FileNotFoundError(where)
@@ -42,7 +42,7 @@ def save_at(where: str) -> SaveId:
 
 
 def named_beside(where: str) -> set[SaveId]:
-    """The steps that files of the same directory name."""
+    """Returns the steps that files of the same directory name."""
     fs, found = get_filesystem(where), set()
     for entry in fs.ls(where.rpartition("/")[0] or ".", detail=True):
         if entry["type"] != "directory" and (entry["size"] or 0) <= MOST:
@@ -52,7 +52,7 @@ def named_beside(where: str) -> set[SaveId]:
 
 
 def write(where: str, save: SaveId) -> SaveId | None:
-    """Has the file at a path name a step. Returns the step that it named before, if any."""
+    """Writes a file that names a step. Returns the step that it named before, if any."""
     fs = get_filesystem(where)
     text = json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n"
     partial = f"{where}.{save.step}.part"
@@ -62,7 +62,7 @@ def write(where: str, save: SaveId) -> SaveId | None:
     if is_local:
         flush_path(partial)
     replaced = None
-    with suppress(FormatError, OSError):  # there is none, or another one
+    with suppress(FormatError, OSError):  # there is none, or another kind of file
         replaced = save_at(where)
     fs.mv(partial, where)
     if is_local:

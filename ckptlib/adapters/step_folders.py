@@ -1,4 +1,4 @@
-"""Directories that each name a step of a root, as trainers keep one for each checkpoint.
+"""Directories that each name a step of a root; trainers keep one for each checkpoint.
 
 A directory gets its name when the step is committed, so one that is there is a whole checkpoint. Until then it is a
 draft, whose name begins with a dot:
@@ -51,20 +51,20 @@ POINTER = "ckptlib_step.json"
 """The file of a directory that names its step."""
 
 ROOT = "ckptlib"
-"""The directory of the root, beside the directories or files that name its steps."""
+"""Name of the root's directory, beside the directories or files that name its steps."""
 
 MOST = 4096
-"""Bytes of a file that names a step."""
+"""The most bytes of a file that names a step."""
 
 POLL_S = 0.05
 ASK_EVERY_S = 0.1
 
 HEAD = "."
-"""Begins the name of a draft."""
+"""Prefix of a draft's name."""
 
 
 def step_of(folder: Path) -> SaveId | None:
-    """The step that a directory names; None where none is named. Raises FormatError for a file of another kind."""
+    """Returns the step that a directory names, or None. Raises FormatError for a file of another kind."""
     where = folder / POINTER
     try:
         with where.open("rb") as file:
@@ -81,11 +81,11 @@ def step_of(folder: Path) -> SaveId | None:
 
 
 _LEFT = re.compile(r"\..+\.[0-9]{12}-[0-9]{6}-[0-9a-f]{8}\.part")
-"""The name of a draft."""
+"""Matches the name of a draft."""
 
 
 class StepFolders:
-    """Those of one directory and one root. One process saves; files are flushed and deleted by a thread of its own."""
+    """The folders of one directory and one root. One process saves; its own thread flushes and deletes files."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class StepFolders:
         beyond: Callable[[Path], list[Path]],
         arena: str | Path | None = None,
     ) -> None:
-        """`beyond`: the directories that are too many, given the one that has come last. A thread calls it.
+        """`beyond`: returns the directories that are too many, given the newest one. A thread calls it.
 
         `arena`: as for `Checkpointer`.
         """
@@ -106,22 +106,22 @@ class StepFolders:
         self._arena = None if arena is None else directory_of("arena", arena)
         self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder, save)}
         self._identity = _identity(directory)
-        """Of the directory as it was found or made; None: it is not there yet."""
+        """Identity of the directory as it was found or made; None: it is not there yet."""
         self._thread = JobFutures("folders")
         self._leaving: dict[SaveId, Path | None] = {}
-        """Steps that could not be dropped yet, and the drafts that stay until they are, where there are any."""
+        """Steps that could not be dropped yet, with the drafts, if any, that stay until they are."""
         self._publishing: list[Future[None]] = []
         self._ending = False
         self._failed: OSError | None = None
         self._left = threading.Event()
         self._lock: weakref.finalize[[int], StepFolders] | None = None
-        """Gives the lock up that is held from the first draft on, at the latest as this object is collected: nobody
-        closes it where a training was interrupted."""
+        """Releases the lock, which is held from the first draft on, when this object is collected at the latest: nobody
+        closes it if a training was interrupted."""
 
     def settle(self) -> None:
-        """Gives drafts of an earlier process their names where their step was committed, and removes the others.
+        """Gives drafts of an earlier process their names if their step was committed, and removes the others.
 
-        Removes nothing else: what is too many goes when a newer one comes.
+        Removes nothing else: directories that are too many are removed when a newer one comes.
         """
         if not self._directory.is_dir():
             return
@@ -133,7 +133,7 @@ class StepFolders:
                 directory_lock.give_up(lock)
 
     def _settle(self, alone: bool) -> None:
-        """`alone`: no process is saving here, as far as one sees. Else nothing is removed, and nothing waited for."""
+        """`alone`: no other process is seen to save here. Otherwise removes nothing and waits for nothing."""
         for path in self._directory.glob(f"{HEAD}*.part") if alone else ():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not (path / POINTER).exists():
                 shutil.rmtree(path)  # somebody was killed while it was made, or deleted
@@ -151,7 +151,8 @@ class StepFolders:
                     shutil.rmtree(draft)
 
     def _finish(self, catalog: Catalog) -> None:
-        """Waits for the writers that an earlier process left on this host, and commits what they have left whole."""
+        """Waits for the writers that an earlier process left on this host, and commits the saves that they left
+        whole."""
         try:
             root = catalog.root()
         except CheckpointNotFound:
@@ -163,7 +164,7 @@ class StepFolders:
         finish_saves(catalog, catalog.next_generation())  # now above theirs, whose records are put by now
 
     def draft(self, name: str, save: SaveId, write: Callable[[Path], object] | None = None) -> Path:
-        """A new directory for the files of a checkpoint, which nobody takes for one yet.
+        """Makes a new directory for the files of a checkpoint, which nobody takes for one yet.
 
         `write`: puts these files, before the one that names the step, so a draft that names one has all of them. Raises
         OSError; there is no draft then, and `publish` fails.
@@ -176,7 +177,7 @@ class StepFolders:
                 self._lock = weakref.finalize(self, directory_lock.give_up, lock)
             if write is not None:
                 write(path)
-            new = path / f".{POINTER}.new"  # the thread may be reading all of them
+            new = path / f".{POINTER}.new"  # the thread may be reading all drafts
             new.write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
             new.rename(path / POINTER)
         except OSError:
@@ -185,18 +186,19 @@ class StepFolders:
         return path
 
     def discard(self, name: str, save: SaveId) -> None:
-        """The step of this draft will never be."""
+        """Removes a draft whose step will never exist."""
         shutil.rmtree(self._draft_of(name, save), ignore_errors=True)
 
     def publish(self, name: str, save: SaveId) -> None:
-        """Has the draft get its name, and those that are too many removed. Does not wait."""
+        """Has the thread give the draft its name, and remove directories that are too many. Does not wait."""
         self._publishing.append(self._thread.submit(self._publish, name, save))
 
     def publish_when_committed(self, name: str, save: SaveId, known: threading.Event) -> None:
-        """As `publish`, for callers that hear of nothing meanwhile: the thread asks the store until the step is there.
+        """Does what `publish` does, for callers that hear of no commit: the thread asks the store until the step is
+        there.
 
-        `known`: set once the caller has heard what became of it. Where the step is not there then, it never will be, or
-        somebody has removed it: the draft is discarded.
+        `known`: set once the caller knows the outcome. If the step is not there then, it never will be, or somebody has
+        removed it: the thread discards the draft.
         """
         self._publishing.append(self._thread.submit(self._await, name, save, known))
 
@@ -214,7 +216,7 @@ class StepFolders:
         self._publish(name, save)
 
     def wait(self) -> None:
-        """Returns when all that was asked for is done. Raises OSError where a directory could not get its name."""
+        """Waits until everything asked for is done. Raises OSError if a directory could not get its name."""
         wait_for_all(self._publishing)  # for all of them, whatever one of them raises
         for future in self._publishing:
             future.result()
@@ -224,8 +226,8 @@ class StepFolders:
             raise failed
 
     def end(self) -> None:
-        """As `wait`, while Python ends: directories get their names, and nothing is removed, since that needs threads,
-        of which Python begins none by now."""
+        """Waits as `wait` does, while Python ends: directories get their names, but nothing is removed, since that
+        needs threads, which Python no longer begins."""
         self._ending = True
         self.wait()
 
@@ -239,7 +241,7 @@ class StepFolders:
             self._unlock()
 
     def let_go(self) -> None:
-        """Waits for no commit, but for what is being renamed or removed: who comes next looks at the directory."""
+        """Waits for no commit, only for renames and removals under way: the next process looks at the directory."""
         self._left.set()
         for future in self._publishing:
             future.cancel()
@@ -252,11 +254,11 @@ class StepFolders:
             self._lock = None
 
     def _draft_of(self, name: str, save: SaveId) -> Path:
-        """Another one for each step: one of the same name may be under way yet."""
+        """Returns another path for each step: a draft with the same name may still be under way."""
         return self._directory / f"{HEAD}{name}{_tail(save)}"
 
     def _publish(self, name: str, save: SaveId) -> None:
-        """The training goes on where this fails: its rank would stop alone."""
+        """Publishes a draft. Keeps an OSError for `wait`: raising it here would stop this rank alone."""
         try:
             folder = self._give_name(name, save)
             if self._ending:
@@ -281,7 +283,7 @@ class StepFolders:
             draft.rename(folder)
         except FileNotFoundError:
             if draft.exists() or step_of(folder) != save:
-                raise  # else a process that looked was first
+                raise  # else another process did it first
         flush_path(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save
@@ -290,7 +292,8 @@ class StepFolders:
         return folder
 
     def _remove(self, folder: Path) -> None:
-        """With its step. It is a draft until that is dropped: a kill leaves nothing that the next start misses."""
+        """Removes a folder and its step. It is a draft until that is dropped, so a kill leaves nothing that the next
+        start misses."""
         save = self._named.pop(folder, None)
         if save is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -301,8 +304,8 @@ class StepFolders:
         self._drop({save: draft})
 
     def _drop_gone(self) -> None:
-        """Drops the steps whose directories are gone; none where the directory of all of them is gone or another one,
-        as when it was moved, or its file system is not mounted."""
+        """Drops the steps whose directories are gone; none if the directory of all of them is gone or another one, as
+        when it was moved, or its file system is not mounted."""
         try:
             gone = [folder for folder in self._named if not folder.is_dir()]
         except OSError as error:
@@ -319,12 +322,12 @@ class StepFolders:
         self._drop({self._named.pop(folder): None for folder in gone})
 
     def _drop(self, saves: Mapping[SaveId, Path | None]) -> None:
-        """With their drafts, where they have any. But for those that another directory names, also one that somebody
-        has copied or renamed meanwhile. Their bytes go after the grace period of the root.
+        """Drops steps, with their drafts, except those that another directory names, even one that somebody has copied
+        or renamed meanwhile. Their bytes are deleted after the grace period of the root.
 
-        A step that stays, since somebody was killed as he dropped it or the store does not answer, is tried again with
-        the next one. Where there is none, the next start gives the draft that is left its name. One that is pinned
-        stays without.
+        A step that stays, because somebody was killed as he dropped it or the store does not answer, is tried again
+        with the next one. If there is none, the next start gives the remaining draft its name. A pinned step stays
+        without a draft.
         """
         self._leaving |= saves
         if not self._leaving:
@@ -344,13 +347,13 @@ class StepFolders:
                         shutil.rmtree(draft, ignore_errors=True)
                 sweep(catalog, None, None)
         except (CkptError, OSError, RuntimeError) as error:  # they only take room: `ckptlib gc` deletes them
-            # the last of these: Python ends, and begins no thread
+            # RuntimeError: Python ends, and begins no thread
             log.warning("%s: steps that no directory names are left: %s", self._root, error)
 
 
 def _take_over(folder: Path, draft: Path) -> None:
-    """What others have put where the checkpoint comes to be: callbacks of trainers know of no draft. Of a checkpoint
-    that is replaced, only what is newer than the draft."""
+    """Moves files that others have put into the checkpoint's folder to the draft: callbacks of trainers know of no
+    draft. If a checkpoint is replaced, moves only files newer than the draft."""
     begun = (draft / POINTER).stat().st_mtime_ns if (folder / POINTER).exists() else 0
     for path in folder.iterdir():
         if path.lstat().st_mtime_ns >= begun and not (draft / path.name).exists():
@@ -358,7 +361,7 @@ def _take_over(folder: Path, draft: Path) -> None:
 
 
 def _tail(save: SaveId) -> str:
-    """Ends the name of a draft."""
+    """Returns the end of a draft's name."""
     return f".{save}.part"
 
 
@@ -367,7 +370,7 @@ def _is_draft(path: Path, save: SaveId) -> bool:
 
 
 def _readable(directory: Path) -> Iterator[tuple[Path, SaveId]]:
-    """The directories in this one that name a step. Warns of those of which nobody can tell which."""
+    """Yields the directories in this one that name a step. Warns of those whose step cannot be told."""
     for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
         if folder.is_symlink() or not folder.is_dir():
             continue
@@ -381,7 +384,7 @@ def _readable(directory: Path) -> Iterator[tuple[Path, SaveId]]:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """By which a directory is told from another one of its name; None where there is none, or nobody can tell."""
+    """Returns what tells a directory from another one of its name; None if there is none, or it cannot be told."""
     try:
         found = directory.stat()
     except OSError:

@@ -35,22 +35,22 @@ from ckptlib.state.made_tensors import made_in
 from ckptlib.stores import open_store
 
 FINAL = "final-step-{step}"
-"""Beside the root: the model of the last step, for torch.distributed.checkpoint or transformers."""
+"""Exports the model of the last step beside the root, for torch.distributed.checkpoint or transformers."""
 
 _EXPORTED_AS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _DTYPES = {name: getattr(torch, name) for name in _EXPORTED_AS}
 
 
 class CkptlibCheckpointManager(BaseCheckpointManager):
-    """torchtitan's CheckpointManager, with its Config and steps of one root instead of `step-N` directories.
+    """torchtitan's CheckpointManager, with its Config, and steps of one root instead of `step-N` directories.
 
-    Loads as torchtitan does: the run's own newest step, or that of `load_step`; where the run has none,
+    Loads as torchtitan does: the run's own newest step, or that of `load_step`; if the run has none,
     `initial_load_path`. Saves are asynchronous, whatever `async_mode` was.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """torchtitan's, and `checkpointer`."""
+        """torchtitan's Config, and `checkpointer`."""
 
         checkpointer: dict[str, Any] = field(default_factory=dict)
         """Further arguments of `ckptlib.Checkpointer`, such as peers, codec, must_resume, or another `every`."""
@@ -109,7 +109,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         asked, only = None if step == -1 else step, kept if config.exclude_from_loading else None
         from_seed = self._is_seed(step)
         report = self._checkpointer.restore(step=asked, only=MODEL if from_seed else only)
-        if from_seed and report.step:  # a newer one was in memory, or not committed yet
+        if from_seed and report.step:  # a newer step was in memory, or not committed yet
             report = self._checkpointer.restore(step=asked, only=only)
         self._checkpointer.restore_random()
         if report.save is not None or report.initialized_from is not None:
@@ -117,7 +117,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return self._read_hf()
 
     def _is_seed(self, step: int) -> bool:
-        """Whether what is loaded is step 0, which has the model alone. Collective."""
+        """Returns whether the step to load is step 0, which has the model alone. Collective."""
         if step != -1:
             return step == 0
 
@@ -133,7 +133,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return self._config.checkpointer.get("storage_options")
 
     def _load_alone(self, step: int, kept: Sequence[str]) -> bool:
-        """Without a job in the root: nothing there changes."""
+        """Loads without a job in the root: nothing there changes."""
         begin = self._beginning().get("init_from")
         only = MODEL if self._is_seed(step) else kept
         options = self._storage_options
@@ -148,7 +148,8 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return True
 
     def _read_hf(self) -> bool:
-        """A run without a step of its own may begin with a model of Hugging Face."""
+        """Fills the model from Hugging Face's files if asked, for a run without a step of its own. Returns whether it
+        did."""
         config = self._config
         if not config.initial_load_in_hf:
             return False
@@ -162,7 +163,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
     @override
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Raises Preempted once the step is saved at which all ranks stop, since one of them was told to."""
+        """Saves. Raises Preempted once the step is saved at which all ranks stop, since one of them was told to."""
         if self._config.load_only:
             return False
         if self._checkpointer is None:  # torchtitan loads first, but for a seed checkpoint
@@ -180,7 +181,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return saved
 
     def _save_last(self, checkpointer: Checkpointer, step: int) -> None:
-        """The model is in Hugging Face's files before the step is committed: a kill between them repeats both."""
+        """Saves the last step. Writes Hugging Face's files before it is committed: a kill between them repeats both."""
         try:
             if self._config.last_save_in_hf:
                 out = Path(self._beside(), FINAL.format(step=step))
@@ -191,11 +192,11 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
 
     @override
     def _maybe_wait_for_staging(self) -> None:
-        """The Checkpointer's hook waits as the optimizer steps, as long as is needed."""
+        """Does nothing: the Checkpointer's hook waits as the optimizer steps, as long as needed."""
 
     @override
     def _wait_for_saving(self) -> None:
-        """`close` does."""
+        """Does nothing: `close` waits."""
 
     @override
     def _close(self) -> None:
@@ -215,7 +216,8 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return {"init_from": Init(path), "init_only": MODEL if self._config.initial_load_model_only else None}
 
     def _export(self) -> Export | None:
-        """The last step is saved whole, so that the run can be extended; its model is exported besides."""
+        """Returns the export of the last step's model; the step itself is saved whole, so that the run can be
+        extended."""
         config = self._config
         if not config.last_save_model_only or config.last_save_in_hf or filesystem.is_remote(self.folder):
             return None
@@ -224,13 +226,13 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return Export(out, format="dcp", only=MODEL, strip=f"{MODEL}/", dtype=dtype)
 
     def _beside(self) -> str:
-        """Where exports of the last step go."""
+        """Returns where exports of the last step go."""
         return f"{self.folder.rstrip('/')}-export"
 
 
 def _model(parts: Sequence[nn.Module]) -> nn.Module | Mapping[str, Any]:
-    """Of pipeline stages, which name their layers apart, one state. Raises UnsupportedState for what hooks make there:
-    that would be saved as it is now, at every step."""
+    """Returns the model; pipeline stages, which name their layers apart, become one state. Raises UnsupportedState for
+    entries that hooks make there: these would be saved as they are now, at every step."""
     if len(parts) == 1:
         return parts[0]
     for name in chain.from_iterable(made_in(part, part.state_dict(keep_vars=True), MODEL) for part in parts):
@@ -242,7 +244,7 @@ def _model(parts: Sequence[nn.Module]) -> nn.Module | Mapping[str, Any]:
 
 
 def _each(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
-    """torchtitan has one for each part of the model and kind of optimizer."""
+    """Returns the optimizers: torchtitan has one for each part of the model and kind of optimizer."""
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(i): optimizer for i, optimizer in enumerate(optimizers)}

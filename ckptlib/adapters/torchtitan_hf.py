@@ -1,5 +1,5 @@
-"""torchtitan's model from and to files of Hugging Face. torchtitan's state dict adapter knows the names and how tensors
-differ, torch's DCP reads and writes the files: safetensors, no pickle.
+"""Reads and writes torchtitan's model as files of Hugging Face. torchtitan's state dict adapter knows the names and how
+tensors differ, torch's DCP reads and writes the files: safetensors, no pickle.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ckptlib.stores.flushing import flush_path
 log = logging.getLogger(__name__)
 
 SHARDED = "sharded"
-"""Of the writer: what each rank wrote, before it was joined."""
+"""The writer's directory of files that each rank wrote, before they were joined."""
 
 
 def read_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, path: str, *, quantized: bool) -> None:
     """Fills the model's parts from a directory of safetensors. Collective.
 
-    Raises CheckpointNotFound where there is none, StateMismatch where a parameter is not in it, CorruptData for what
-    DCP cannot read; then the model is undefined.
+    Raises CheckpointNotFound if there are none, StateMismatch if they lack a parameter, CorruptData for files that DCP
+    cannot read; then the model is undefined.
     """
 
     def look() -> None:
@@ -62,10 +62,10 @@ def _fill(parts: Sequence[nn.Module], state: Mapping[str, Any], path: str) -> No
 
 
 def write_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, out: Path, dtype: torch.dtype) -> None:
-    """The model as safetensors with an index, durable when this returns. Collective.
+    """Writes the model as safetensors with an index, durable when this returns. Collective.
 
-    The directory has its name once it is whole; one of that name is replaced, since a run that was killed behind this
-    comes here again. Raises on all ranks where one fails: StoreError from DCP, else OSError on rank 0.
+    The directory gets its name once it is whole, and replaces one of that name, since a run that was killed behind this
+    comes here again. Raises on all ranks if one fails: StoreError from DCP, else OSError on rank 0.
     """
     nonce = group.broadcast(secrets.token_hex(4).encode() if group.rank == 0 else None).decode()
     draft = out.with_name(f".{out.name}.{nonce}{PARTIAL}")
@@ -92,12 +92,12 @@ def write_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, out: Path, 
 
 
 def on_first(group: Group, what: str, call: Callable[[], None]) -> None:
-    """Rank 0 alone does it; all raise where it fails."""
+    """Makes a call on rank 0 alone; all ranks raise if it fails."""
     together_at_length(group, what, call if group.rank == 0 else lambda: None)
 
 
 def state_of(parts: Sequence[nn.Module]) -> dict[str, Any]:
-    """Of pipeline stages, which name their layers apart, one state."""
+    """Returns one state of several pipeline stages, which name their layers apart."""
     merged: dict[str, Any] = {}
     for part in parts:
         merged |= part.state_dict(keep_vars=True)

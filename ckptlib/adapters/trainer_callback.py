@@ -27,14 +27,14 @@ from ckptlib.stores import absolute
 log = logging.getLogger(__name__)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""Files without which Trainer takes a directory for no checkpoint."""
+"""Trainer takes a directory without any of these files for no checkpoint."""
 
 IN_ONE_FILE = 2**62
-"""Bytes. For a model of peft, Trainer takes an index for no weights, and asks for the files of an adapter."""
+"""Shard size in bytes. For a model of peft, Trainer takes an index for no weights, and asks for an adapter's files."""
 
 
 def outlast(loader: Any) -> None:
-    """Has the workers that a loader of Trainer's starts outlast the signals by which a job is told to stop: else there
+    """Lets the workers that a loader of Trainer's starts outlast the signals that tell a job to stop: otherwise there
     would be no step to save."""
     own = getattr(loader, "base_dataloader", loader)
     if isinstance(own, DataLoader):
@@ -48,9 +48,9 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         trainer = SFTTrainer(..., callbacks=[saves])  # with save_strategy="no"
         trainer.train(resume_from_checkpoint=saves.last_checkpoint(args))
 
-    The last step is always saved; `save_total_limit` says how many checkpoints stay. Use `CkptlibTrainerMixin` where
-    the class can be changed: it resumes without writing the weights once more, and knows the best model, the scaler of
-    fp16 and the states of other callbacks.
+    The last step is always saved; `save_total_limit` says how many checkpoints stay. Use `CkptlibTrainerMixin` if you
+    can change the class: it resumes without writing the weights once more, and knows the best model, the scaler of fp16
+    and the states of other callbacks.
     """
 
     _running: ClassVar[WeakValueDictionary[Path, TrainerRun]] = WeakValueDictionary()
@@ -65,13 +65,13 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         self._owes_random = False
 
     def last_checkpoint(self, args: TrainingArguments) -> str | None:
-        """A directory for `train(resume_from_checkpoint=)`; None: there is none. Collective.
+        """Returns a directory for `train(resume_from_checkpoint=)`, or None. Collective.
 
-        Writes the weights of the newest checkpoint into it, which Trainer asks for. One that is damaged is skipped with
-        an error in the log. Raises CorruptData, CheckpointNotFound and so on where all are. Waits for what this process
-        still saves there: a training of it may have been interrupted.
+        Writes the weights of the newest checkpoint into it, which Trainer asks for. Skips a damaged checkpoint with an
+        error in the log. Raises CorruptData, CheckpointNotFound and so on if all are damaged. Waits for saves of this
+        process there that are under way: one of its trainings may have been interrupted.
         """
-        assert args.device is not None  # asking for it has Accelerate make the process group
+        assert args.device is not None  # asking for it makes Accelerate make the process group
         directory, group = Path(args.output_dir).absolute(), registry.group(None)
         await_all(group, absolute(self._root or str(directory / ROOT)))
 
@@ -84,7 +84,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         return path or None
 
     def _prepared(self, directory: Path) -> Path | None:
-        """The newest one that can be resumed from, with its weights; None where there is none."""
+        """Returns the newest checkpoint that can be resumed from, with its weights; None if there is none."""
         failed: CkptError | None = None
         for folder in checkpoints_in(directory, self._root, self._options):
             try:
@@ -136,7 +136,8 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         self._owes_random = state.global_step > 0 and self._resume(self._run, args, int(state.global_step))
 
     def _resume(self, run: TrainerRun, args: Any, step: int) -> bool:
-        """Whether this run goes on from one of our checkpoints: Trainer has loaded its weights, and nothing else."""
+        """Resumes if this run goes on from one of our checkpoints, of which Trainer has loaded the weights only.
+        Returns whether the random state is still to be put back."""
         folder = self._resumed or Path(args.output_dir).absolute() / f"{PREFIX}{step}"
         save = step_of(folder)
         return save is not None and run.resume(self._root or str(folder.parent / ROOT), save)

@@ -40,18 +40,18 @@ PREFIX = "checkpoint-"
 NUMBERED = re.compile(rf"{PREFIX}([0-9]+)")
 
 SAME_TIME_S = 1.0
-"""Directories whose times differ by less say nothing of their ages."""
+"""If the times of directories differ by less, they do not tell which one is older."""
 
 OURS = ("keep", "peers", "local", "drain", "process_group", "must_resume")
-"""Arguments of Checkpointer that contradict what Trainer says."""
+"""Arguments of Checkpointer that contradict Trainer's."""
 
 
 class TrainerRun:
-    """One per call of `train`, from the time that its optimizer is there. Main thread."""
+    """The run of one call of `train`, from the time that its optimizer exists. Main thread."""
 
     def __init__(self, trainer: Any, state: dict[str, object], root: str | None, options: Mapping[str, Any]) -> None:
-        """`trainer`: or what a callback sees of one. Collective. Raises ValueError for options that contradict Trainer,
-        UnsupportedState for objects in the state."""
+        """`trainer`: a Trainer, or what a callback sees of one. Collective. Raises ValueError for options that
+        contradict Trainer, UnsupportedState for objects in the state."""
         wrong = [name for name in OURS if name in options]
         if wrong:
             raise ValueError(
@@ -81,7 +81,7 @@ class TrainerRun:
         """Why the last save that Trainer asked for was not even begun."""
         best = trainer.state.best_model_checkpoint
         self._bests: list[str] = [] if best is None else [best]
-        """Directories of the best steps, the newest last; those before it until that one is there."""
+        """Directories of the best steps, the newest last; earlier ones are kept until the newest is there."""
 
     def _folders_of_rank_0(self) -> StepFolders | None:
         def settled() -> StepFolders | None:
@@ -96,7 +96,8 @@ class TrainerRun:
     # Loading
 
     def resume(self, root: str, save: SaveId) -> bool:
-        """Fills the state from a step. Whether this run's own Checkpointer has done it; else the root is another one.
+        """Fills the state from a step. Returns whether this run's own Checkpointer did; if not, the root is another
+        one.
 
         Collective. Raises StateMismatch, CorruptData and so on as `Checkpointer.restore` does.
         """
@@ -117,8 +118,8 @@ class TrainerRun:
     def step_done(self) -> None:
         """Tells the Checkpointer of a step, once. Collective.
 
-        Called as late as can be: what Trainer does behind a step, as to evaluate, is behind it then. Raises Preempted
-        where all ranks have agreed to stop.
+        Called as late as possible, when what Trainer does behind a step, such as evaluating, is done. Raises Preempted
+        if all ranks have agreed to stop.
         """
         step = int(self._trainer.state.global_step)
         if step == self._told:
@@ -132,7 +133,7 @@ class TrainerRun:
             raise Preempted
 
     def save(self, trial: Any) -> None:
-        """As Trainer's `_save_checkpoint`. Collective."""
+        """Replaces Trainer's `_save_checkpoint`. Collective."""
         trainer = self._trainer
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
@@ -154,19 +155,19 @@ class TrainerRun:
             self._failed = error
 
     def _name_best(self, folder: str) -> None:
-        """Trainer keeps that one, and loads it at the end; it may not be there yet."""
+        """Names the best checkpoint, which Trainer keeps, and loads at the end; it may not be there yet."""
         if folder not in self._bests[-1:]:
             self._bests.append(folder)
         self._trainer.state.best_model_checkpoint = folder
 
     def _drop_failed_bests(self) -> None:
-        """Those that could not be saved: the one before them is the best that there is. Collective."""
+        """Drops best checkpoints that could not be saved: the one before them is the best that there is. Collective."""
         while len(self._bests) > 1 and not self._is_there(_number(Path(self._bests[-1]))):
             self._bests.pop()
             self._trainer.state.best_model_checkpoint = self._bests[-1]
 
     def _is_there(self, step: int | None) -> bool:
-        """Whether a step has its directory, or will have one, as rank 0 sees it. Collective."""
+        """Returns whether a step has its directory, or will have one, as rank 0 sees it. Collective."""
         folder = self._directory / f"{PREFIX}{step}"
 
         def look() -> bytes:
@@ -176,7 +177,8 @@ class TrainerRun:
         return bool(by_rank_0(self._group, f"looking for {folder}", look))
 
     def _is_due(self, step: int) -> bool:
-        """What Trainer will ask for, as far as can be told beforehand: such a save is copied beside the training."""
+        """Returns whether Trainer will ask for a save, as far as can be told: such a save is copied beside the
+        training."""
         args, state = self._trainer.args, self._trainer.state
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps":
             return False
@@ -196,7 +198,7 @@ class TrainerRun:
                 log.error("%s: its files cannot be written: %s", self._directory / name, error)
 
     def _publish_done(self) -> None:
-        """On rank 0; the others only forget."""
+        """Publishes drafts whose saves are done, on rank 0; other ranks only forget the saves."""
         for name, pending in [*self._under_way]:
             if not pending.done():
                 continue
@@ -210,7 +212,7 @@ class TrainerRun:
                 self._folders.discard(name, pending.save)
 
     def _beyond(self, newest: Path) -> list[Path]:
-        """The directories that `save_total_limit` leaves no room for, oldest first."""
+        """Returns the directories beyond `save_total_limit`, oldest first."""
         limit = self._trainer.args.save_total_limit
         if limit is None or limit <= 0:
             return []
@@ -223,7 +225,7 @@ class TrainerRun:
     # Ending
 
     def wait(self) -> None:
-        """Returns when each save has its directory, or has failed. Collective."""
+        """Waits until each save has its directory, or has failed. Collective."""
 
         def finish() -> None:
             for _, pending in self._under_way:
@@ -239,8 +241,8 @@ class TrainerRun:
         self._drop_lost_bests()
 
     def _drop_lost_bests(self) -> None:
-        """Those that are not there, now that no save is under way. Trainer would load even the only one, or compare it
-        with others. Collective."""
+        """Drops best checkpoints that are not there, now that no save is under way. Trainer would load even the only
+        one, or compare it with others. Collective."""
 
         def look() -> bytes:
             return b"lost" if self._bests and not Path(self._bests[-1]).is_dir() else b""
@@ -280,11 +282,12 @@ class TrainerRun:
 
 
 def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
-    """Newest first, once those are finished that an earlier process left. One process of a job calls it.
+    """Returns the checkpoints, newest first, after finishing those that an earlier process left. Call it in one
+    process.
 
-    Without those whose step was abandoned; raises CheckpointNotFound where that is so of all. Without those whose
-    trainer_state.json is damaged, unless that is so of all: they are checkpoints all the same, and nobody may begin
-    anew in their place without a word.
+    Omits checkpoints whose step was abandoned; raises CheckpointNotFound if all were. Omits those whose
+    trainer_state.json is damaged, unless all are: they are checkpoints all the same, and nobody may begin anew in their
+    place without a word.
     """
     directory = directory.absolute()
     where = root or str(directory / ROOT)
@@ -306,10 +309,10 @@ def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]
 
 
 def _abandoned(folders: list[Path], root: str, options: Mapping[str, object] | None) -> set[Path]:
-    """Those whose step is there, but was left behind as the run went back to an earlier one."""
+    """Returns the folders whose step exists, but was abandoned when the run went back to an earlier one."""
     named: dict[Path, SaveId] = {}
     for folder in folders:
-        with suppress(FormatError, OSError):  # told where it is read to be loaded
+        with suppress(FormatError, OSError):  # reported when it is read to be loaded
             save = step_of(folder)
             if save is not None:
                 named[folder] = save
@@ -325,7 +328,7 @@ def _abandoned(folders: list[Path], root: str, options: Mapping[str, object] | N
 
 
 def _has_state(folder: Path) -> bool:
-    """Whether Trainer can read it: it does so before it asks for anything of ours."""
+    """Returns whether Trainer can read its state file, which it does before it asks for anything of ours."""
     try:
         _ = json.loads((folder / STATE).read_bytes())["global_step"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -335,7 +338,7 @@ def _has_state(folder: Path) -> bool:
 
 
 def state_of(trainer: Any) -> dict[str, object]:
-    """What is saved of a Trainer. Raises ValueError for trainings whose state is not in torch's own objects."""
+    """Returns what is saved of a Trainer. Raises ValueError for trainings whose state is not in torch's own objects."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_deepspeed_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
         raise ValueError("CkptlibTrainerMixin saves no DeepSpeed and no XLA; use FSDP2, DDP or one process")
@@ -356,7 +359,7 @@ def state_of(trainer: Any) -> dict[str, object]:
 
 
 def write_files(trainer: Any, folder: Path) -> None:
-    """Everything of a checkpoint but its tensors: the state of Trainer, the model's config and the tokenizer."""
+    """Writes everything of a checkpoint but its tensors: the state of Trainer, the model's config and the tokenizer."""
     from transformers.trainer_callback import ExportableState
 
     exported: dict[str, list[Any]] = {}
@@ -377,8 +380,8 @@ def _numbered(directory: Path) -> list[Path]:
 
 
 def _by_age(folders: list[Path]) -> list[Path]:
-    """Oldest first; by their numbers where the file system has no times, or a copy has given all of them the same: as
-    Trainer does."""
+    """Returns the oldest first; by their numbers if the file system has no times, or a copy has given all the same one,
+    as Trainer does."""
     times = {folder: folder.stat().st_mtime for folder in folders}
     if times and max(times.values()) - min(times.values()) < SAME_TIME_S:
         return sorted(folders, key=_number)

@@ -192,7 +192,6 @@ def opened(
 
     The ranks look at the state first: a `state_dict()` may be collective, and a rank that cannot read its files would
     never call it.
-    never come to it.
     """
     needs = together(group, "looking at the state", lambda: _Needs(state, only, rename))
 
