@@ -1,1 +1,1 @@
-"""When to save, what to keep, when to stop. Nothing but decisions: no torch, no store."""
+"""Decides when to save, what to keep, and when to stop. Decisions only: no torch, no store."""

@@ -1,4 +1,4 @@
-"""Which of several steps is the best, by one of their metrics. Pure."""
+"""Chooses the best of several steps by one of their metrics. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES = ("min", "max")
 
 
 class _Save(Protocol):
-    """Saves sort by step."""
+    """A save; saves sort by step."""
 
     def __lt__(self, other: Any, /) -> bool: ...
 
@@ -21,11 +21,11 @@ S = TypeVar("S", bound=_Save)
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A metric, and whether small or large is good."""
+    """A metric, and whether small or large values are good."""
 
     metric: str
     mode: str
-    """min or max."""
+    """"min" or "max"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str):
@@ -39,7 +39,7 @@ class Best:
             )
 
     def choose(self, values: Mapping[S, float], num: int = 1) -> list[S]:
-        """The best ones, the best of all first; of equals the latest. NaN is never best."""
+        """Returns the best saves, the best of all first; among equals the latest. NaN is never best."""
         sign = 1.0 if self.mode == "min" else -1.0
         latest_first = sorted((save for save in values if not math.isnan(values[save])), reverse=True)
         return sorted(latest_first, key=lambda save: sign * values[save])[:num]

@@ -1,4 +1,4 @@
-"""Which codec the user wants for which tensors: `codec=`. Knows no codec; `codecs/choice` knows what they can do."""
+"""The user's choice of codec for each tensor: `codec=`. Knows no codec; `codecs/choice` knows what they can do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptlib.policy.lossy import ROUNDED_DTYPE, Lossy
 from ckptlib.policy.patterns import covers
 
 AUTO = "auto"
-"""What pays: decided by where the checkpoint goes, and by samples of what is saved."""
+"""What pays: decided by where the checkpoint goes, and by samples of the data."""
 RAW = "raw"
 """As it lies in memory."""
 PLANES = "planes"
@@ -18,19 +18,19 @@ PLANES = "planes"
 WORDS = (AUTO, RAW, PLANES)
 
 Asked = str | Mapping[str, str | Lossy]
-"""As users write it: one of WORDS, or such words and `Lossy` by pattern of tensor names."""
+"""A user's choice: one of WORDS, or such words and `Lossy` by pattern of tensor names."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRules:
-    """A word for each tensor; and for some a lossy codec, which counts where their dtype is one that it rounds."""
+    """A word for each tensor; and for some a lossy codec, which applies if it rounds their dtype."""
 
     rules: tuple[tuple[str, str | Lossy], ...] = ()
-    """(pattern, what). The first that covers a name counts; a name that none covers is AUTO."""
+    """(pattern, word or Lossy). The first that covers a name counts; a name that none covers is AUTO."""
 
     @classmethod
     def of(cls, asked: Asked) -> CodecRules:
-        """Raises ValueError or TypeError for what no user can have meant."""
+        """Returns the rules that a user asked for. Raises ValueError or TypeError for an invalid choice."""
         if isinstance(asked, str):
             return cls((("*", _word(asked, "codec")),))
         if not isinstance(asked, Mapping):
@@ -42,19 +42,19 @@ class CodecRules:
 
     @property
     def asked(self) -> Asked:
-        """What `of` makes these of."""
+        """The choice that `of` turns into these rules."""
         match self.rules:
             case (("*", str(word)),):
                 return word
         return dict(self.rules)
 
     def word(self, name: str) -> str:
-        """What is asked for the tensor of this name, where it is to lose nothing."""
+        """Returns the word for the tensor of this name if it is to lose nothing."""
         words = ((pattern, value) for pattern, value in self.rules if isinstance(value, str))
         return next((word for pattern, word in words if covers(pattern, name)), AUTO)
 
     def lossy(self, name: str) -> str | None:
-        """The lossy codec for the float32 tensor of this name; None: it is to lose nothing."""
+        """Returns the lossy codec for the float32 tensor of this name, or None if it is to lose nothing."""
         for pattern, value in self.rules:
             if not covers(pattern, name):
                 continue
@@ -65,7 +65,7 @@ class CodecRules:
         return None
 
     def decides(self, name: str, dtype: str) -> str | None:
-        """The pattern that counts for the tensor of this name and dtype; None: none covers it."""
+        """Returns the pattern that counts for the tensor of this name and dtype, or None if none covers it."""
         for pattern, value in self.rules:
             if not covers(pattern, name):
                 continue
@@ -74,7 +74,7 @@ class CodecRules:
         return None
 
     def to_json(self) -> list[list[object]]:
-        """For the writer process; `from_json` is its inverse."""
+        """Returns JSON for the writer process; `from_json` decodes it."""
         return [[pattern, value if isinstance(value, str) else value.to_json()] for pattern, value in self.rules]
 
     @classmethod

@@ -1,6 +1,7 @@
-"""Imported by multiprocessing's forkserver as it begins: what a scheduler sends to all processes does not end it.
+"""Protects multiprocessing's forkserver, which imports this as it begins, from signals that a scheduler sends to all
+processes.
 
-Workers of a data loader are its children, and are lost with it.
+Workers of a data loader are its children, and would be lost with it.
 """
 
 from __future__ import annotations
@@ -11,4 +12,4 @@ from ckptlib.policy.stop_signal import StopSignal
 
 if "multiprocessing.forkserver" in sys.orig_argv[-1]:  # an import elsewhere changes nothing
     _outlasts = StopSignal(alone=True)
-    """Held for as long as the server is there. What it forks has the default handlers: it may be told to end."""
+    """Held as long as the server lives. Its children have the default handlers: signals may end them."""

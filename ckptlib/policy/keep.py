@@ -1,4 +1,4 @@
-"""Which steps stay in the store, and how long the bytes of the others do. Decides; `catalog/retention` deletes."""
+"""Decides which steps stay in the store, and how long the bytes of the others do; `catalog/retention` deletes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GRACE = timedelta(hours=24)
 """Longer than any load takes, and long enough for somebody to notice in the morning."""
 
 EARLY_S = 300.0
-"""The bytes of a dropped step stay as long as this, even where the store is full and the grace period is longer."""
+"""The bytes of a dropped step stay at least this long, even if the store is full and the grace period is longer."""
 
 
 class _Save(Protocol):
-    """Saves sort by step."""
+    """A save; saves sort by step."""
 
     @property
     def step(self) -> int: ...
@@ -31,7 +31,7 @@ class _Save(Protocol):
 
 
 class Facts(Protocol):
-    """What its manifest says of a step."""
+    """The properties of a step in its manifest."""
 
     @property
     def created(self) -> float:
@@ -39,7 +39,7 @@ class Facts(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Those that are numbers."""
+        """Metrics that are numbers."""
 
 
 S = TypeVar("S", bound=_Save)
@@ -54,25 +54,26 @@ class Keep:
     """
 
     last: int = 3
-    """The newest ones; at least 1."""
+    """Number of the newest steps that stay; at least 1."""
     every: int | None = None
-    """The first save from each multiple of this on: the multiple itself, if it was saved. A save that was taken a few
-    steps after it was due stays as well, and so does one in each `every` steps where a time says when to save. Of what
-    was saved before the first multiple, step 0 alone."""
+    """The first save from each multiple of this on stays: the multiple itself, if it was saved. A save that was taken a
+    few steps after it was due stays as well, and so does one in each `every` steps if a time says when to save. Of
+    saves before the first multiple, only step 0 stays."""
     grace: timedelta = GRACE
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
-    it for bytes whose time has come. Where the store is full, they go after five minutes."""
+    this period for bytes whose time has come. If the store is full, they are deleted after five minutes."""
     within: timedelta | None = None
-    """Those taken no longer than this before the newest one, or committed so by the store's clock. A job that pauses
-    for a week loses nothing by it."""
+    """Steps taken no longer than this before the newest one stay, or committed so by the store's clock. A job that
+    pauses for a week loses nothing by it."""
     best: str | None = None
-    """Those with the best values of this metric, as `after_step` or `log` told it on rank 0. NaN is never best."""
+    """The steps with the best values of this metric stay, as `after_step` or `log` told it on rank 0. NaN is never
+    best."""
     mode: str | None = None
-    """What is best: "min" or "max"."""
+    """Which values are best: "min" or "max"."""
     num_best: int = 1
-    """How many of the best ones; of equals, the later ones."""
+    """Number of the best steps that stay; among equals, the later ones."""
     exempt: Callable[[int], bool] | None = None
-    """Asked of each step as it is saved. A step for which it says True is recorded as exempt and stays for good,
+    """Called with each step as it is saved. A step for which it returns True is recorded as exempt and stays for good,
     whatever later jobs ask for; only `ckptlib gc --exempt` drops it."""
 
     def __post_init__(self) -> None:
@@ -104,11 +105,12 @@ class Keep:
 
     @property
     def rule(self) -> Best | None:
-        """What is best; None where that is not asked for."""
+        """The rule for the best steps; None if `best` is not given."""
         return None if self.best is None else Best(self.best, self.mode or "")
 
     def to_json(self) -> dict[str, object]:
-        """For the writer process; `from_json` is its inverse, but for `exempt`, which travels with each snapshot."""
+        """Returns JSON for the writer process; `from_json` decodes it, except for `exempt`, which travels with each
+        snapshot."""
         return {
             "last": self.last,
             "every": self.every,
@@ -133,7 +135,7 @@ class Keep:
         )
 
     def is_exempt(self, step: int) -> bool:
-        """Whether `exempt` says that the step stays for good. A step of which it cannot tell stays, too."""
+        """Returns whether `exempt` says that the step stays for good. If it raises, the step stays, too."""
         if self.exempt is None:
             return False
         try:
@@ -143,10 +145,10 @@ class Keep:
             return True
 
     def choose(self, saves: Iterable[S], facts: Mapping[S, Facts], put: Mapping[S, float]) -> list[S]:
-        """Those of the visible saves that are dropped, ascending. Pure.
+        """Returns the visible saves to drop, ascending. Pure.
 
-        `facts`: of those whose manifest can be read. `put`: when it was put, by the store's clock. A save that one of
-        the same step has replaced counts for nothing.
+        `facts`: of saves whose manifest can be read. `put`: when each was put, by the store's clock. A save that
+        another of the same step has replaced does not count.
         """
         found = sorted(saves)
         latest = {save.step: save for save in found if save in facts}
@@ -159,8 +161,8 @@ class Keep:
         return [save for save in found if save not in kept]
 
     def _milestones(self, steps: Iterable[int]) -> list[int]:
-        """`steps`: ascending. The first step from a multiple on stays the first whatever is dropped or saved behind it,
-        so every sweep chooses alike. Those below the first multiple are none, but for step 0."""
+        """Returns the first step from each multiple on. It stays the first whatever is dropped or saved behind it, so
+        every sweep chooses alike. Steps below the first multiple are none, except step 0. `steps`: ascending."""
         if self.every is None:
             return []
         firsts: dict[int, int] = {}
@@ -169,8 +171,8 @@ class Keep:
         return [step for times, step in firsts.items() if times or not step]
 
     def _recent(self, known: Mapping[S, Facts], put: Mapping[S, float]) -> list[S]:
-        """Too old are those that both clocks call so: a job may have gone on on a host whose clock is hours ahead, and
-        a root that was copied may have been put as a whole. `known`: ascending."""
+        """Returns the saves that are within the period by either clock: a job may have moved to a host whose clock is
+        hours ahead, and a root that was copied may have been put as a whole. `known`: ascending."""
         if self.within is None or not known:
             return []
         newest, within_s = [*known][-1], self.within.total_seconds()
@@ -180,7 +182,7 @@ class Keep:
         ]
 
     def _best(self, known: Mapping[S, Facts]) -> list[S]:
-        """`known`: ascending. Of a step counts the latest save that has the metric."""
+        """Returns the best saves; of each step, the latest save that has the metric counts. `known`: ascending."""
         if self.rule is None:
             return []
         metric = self.rule.metric
@@ -189,7 +191,7 @@ class Keep:
         return self.rule.choose(values, self.num_best)
 
     def check(self, save_deadline_s: float) -> None:
-        """Raises ValueError where a save may live longer than half the grace period."""
+        """Raises ValueError if a save may live longer than half the grace period."""
         if self.grace.total_seconds() < 2 * save_deadline_s:
             raise ValueError(
                 f"Keep(grace={self.grace}): what a save has put so far could be deleted before it commits; expected "

@@ -1,4 +1,4 @@
-"""Which tensors may lose bits, and how many: users ask for it, nothing else does. Knows names of codecs, no codec."""
+"""Which tensors may lose bits, and how many, if the user asks for it. Knows names of codecs, no codec."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 _EIGHT_BITS = {"exp_avg": "lossy8-linear", "exp_avg_sq": "lossy8-log", "max_exp_avg_sq": "lossy8-log"}
-"""The moments of Adam and its kin, by the last part of their names. They forget: a rounding error fades within some
-dozens of steps. Of what other optimizers keep, nothing was measured, and some of it must not be rounded: a centered
+"""Codecs for the moments of Adam and its kin, by the last part of their names. Moments forget: a rounding error fades
+within some dozens of steps. State of other optimizers was not measured, and some of it must not be rounded: a centered
 RMSprop takes the root of the difference of two averages."""
 _BFLOAT16 = "lossy-bfloat16"
 
 ROUNDED_DTYPE = "float32"
-"""Nothing else is rounded."""
+"""The only dtype that is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Lossy:
             raise ValueError(f"{self!r}: expected Lossy('bfloat16') or Lossy(bits=8)")
 
     def codec(self, pattern: str, name: str) -> str | None:
-        """Of the tensor `name`, which `pattern` covers; None where it is not to lose anything."""
+        """Returns the codec of the tensor `name`, which `pattern` covers, or None if it is to lose nothing."""
         moment = _EIGHT_BITS.get(name.rpartition("/")[2])
         if self.bits is not None:
             return moment
         return _BFLOAT16 if moment is not None or pattern == name else None
 
     def to_json(self) -> dict[str, object]:
-        """For the writer process; `from_json` is its inverse."""
+        """Returns JSON for the writer process; `from_json` decodes it."""
         return {"dtype": self.dtype, "bits": self.bits}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What checkpoints may cost: the settings of `every=Overhead(...)`. What follows from them is in `tuner`."""
+"""The settings of `every=Overhead(...)`: what checkpoints may cost. `tuner` derives the interval from them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Overhead(Policy):
 
 
 def overhead_in(policy: Policy) -> Overhead | None:
-    """The budget that a policy keeps to, alone or beside others. Raises ValueError for two of them."""
+    """Returns the budget of a policy, alone or combined with others, or None. Raises ValueError if it has two."""
     found = [part for part in parts_of(policy) if isinstance(part, Overhead)]
     if len(found) > 1:
         budgets = " and ".join(f"{one.at_most:.1%}" for one in found)

@@ -1,4 +1,4 @@
-"""Which tensors a user's pattern names: the same rule wherever a user gives patterns of names."""
+"""The rule by which a user's pattern names tensors, wherever a user gives patterns of names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from fnmatch import fnmatchcase
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether `pattern` is the name, a path above it, or matches it as fnmatch does; its "*" matches "/", too."""
+    """Returns whether `pattern` is the name, a path above it, or matches it as fnmatch does; its "*" matches "/",
+    too."""
     return fnmatchcase(name, pattern) or name == pattern or name.startswith(f"{pattern}/")
 
 
 _SIGNS = frozenset("*?[")
-"""Without these, fnmatch takes a pattern for a name."""
+"""Without these characters, fnmatch takes a pattern for a name."""
 
 
 class Patterns:
-    """Several of them, of which thousands may be names: these are looked up."""
+    """Several patterns. Thousands of them may be plain names, which are looked up."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         given = [*patterns]
@@ -24,7 +25,7 @@ class Patterns:
         self._others = {pattern for pattern in given if pattern not in self._names}
 
     def covering(self, name: str) -> set[str]:
-        """Those that cover a name."""
+        """Returns the patterns that cover a name."""
         found = {pattern for pattern in self._others if covers(pattern, name)}
         if self._names:
             found.update(self._names.intersection((name, *(name[:at] for at, sign in enumerate(name) if sign == "/"))))
@@ -32,8 +33,8 @@ class Patterns:
 
 
 def patterns_of(option: str, given: object) -> list[str]:
-    """What was given for an option, one or several. Raises TypeError for anything but texts, and for
-    what can be gone through only once: a load may be tried again."""
+    """Returns the names or patterns given for an option, one or several. Raises TypeError for anything but texts, and
+    for an iterator, which can be read only once: a load may be tried again."""
     patterns: list[object] = [given] if isinstance(given, str) or not isinstance(given, Collection) else [*given]
     texts = [pattern for pattern in patterns if isinstance(pattern, str)]
     if len(texts) < len(patterns):

@@ -1,4 +1,4 @@
-"""What a user asks of the memory of a job's hosts, and what it protects."""
+"""The user's settings for the memory of a job's hosts, and what it protects."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Peers:
 
     @property
     def policy(self) -> Policy:
-        """When a snapshot is due."""
+        """The policy that says when a snapshot is due."""
         return policy_of(self.every)
 
 

@@ -1,4 +1,4 @@
-"""What the user asks for himself whether the job is to stop: a file, or the metadata service of a cloud."""
+"""Asks the user's function whether the job is to stop, such as by a file, or the metadata service of a cloud."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Between two questions. Clouds that warn do so 30 seconds before the end, or earlier."""
+"""Time between two questions. Clouds that warn do so 30 seconds before the end, or earlier."""
 
 
 def check_preempted(preempted: object) -> None:
-    """Raises TypeError for what cannot be asked, but for None."""
+    """Raises TypeError unless the argument is None or callable."""
     if preempted is not None and not callable(preempted):
         raise TypeError(
             f"preempted={preempted!r}: expected a function that says whether the job is to stop, such as "
@@ -22,7 +22,7 @@ def check_preempted(preempted: object) -> None:
 
 
 class Preemption:
-    """Asks in a thread, since an answer may take its time. An answer that does not come is none."""
+    """Asks in a thread, since an answer may take its time. An answer that does not come counts as no."""
 
     def __init__(self, preempted: Callable[[], bool]) -> None:
         self.wanted = False
@@ -46,5 +46,5 @@ class Preemption:
             return False
 
     def close(self) -> None:
-        """It asks no more, but for what it may be asking."""
+        """Ends the thread after the question that it may be asking."""
         self._ended.set()

@@ -1,6 +1,6 @@
-"""What the last saves cost the training, and what the next one will.
+"""Records what the last saves cost the training, and predicts what the next one will.
 
-Pure: the tuner measures each, and asks for the mean.
+Pure: the tuner measures each cost, and asks for the mean.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KEPT = 40
-"""Saves whose costs are remembered, while they are alike."""
+"""Number of saves whose costs are remembered, while they are alike."""
 RECENT = 3
-"""Saves that tell of a change, when they agree."""
+"""Number of saves that show a change, if they agree."""
 SAME_PACE = 1.25
-"""Steps are of one pace when none takes so many times as long as another."""
+"""Steps are of one pace if none takes this many times as long as another."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """Of one save. Seconds."""
+    """The cost of one save, in seconds."""
 
     all_s: float
-    """By noise alone, a single save may cost less than nothing."""
+    """Because of noise, a single save may cost less than nothing."""
     visible_s: float
     step_s: float
-    """Of the steps around it."""
+    """Length of the steps around it."""
 
     def is_of_pace(self, step_s: float) -> bool:
         return step_s < SAME_PACE * self.step_s and self.step_s < SAME_PACE * step_s
 
 
 class SaveCosts:
-    """Of the saves of one rank, in order."""
+    """The costs of one rank's saves, in order."""
 
     def __init__(self) -> None:
         self._costs: deque[SaveCost] = deque(maxlen=KEPT)
         self.noise_s = 0.0
-        """How far off the last one may be, for the noise of steps."""
+        """How far off the last cost may be, because of the noise of steps."""
 
     def __len__(self) -> int:
         return len(self._costs)
 
     def begin_with(self, cost: SaveCost) -> None:
-        """As the start before has measured it: RECENT saves of another cost count for more."""
+        """Adds a cost that the start before has measured: RECENT saves of another cost count for more."""
         self._costs.extend([cost] * RECENT)
 
     def clear(self) -> None:
         self._costs.clear()
 
     def add(self, cost: SaveCost, noise_s: float) -> None:
-        """Those before are forgotten if the newest agree that they are no more what a save costs at this pace."""
+        """Adds a cost. Forgets those before if the newest agree that a save at this pace no longer costs as much."""
         self._costs.append(cost)
         self.noise_s = noise_s
         alike = [other for other in self._costs if other.is_of_pace(cost.step_s)]
@@ -65,10 +65,11 @@ class SaveCosts:
                     self._costs.remove(other)
 
     def mean(self, step_s: float) -> tuple[float, float]:
-        """The visible part, and all of what a save costs beside steps of this length. Of at least one save.
+        """Returns the visible part, and the whole, of what a save costs beside steps of this length. Needs at least one
+        save.
 
-        Of saves at this pace, where they tell of another cost than the rest: what slows steps down makes saves dearer
-        as well, and when it goes, saves cost what they did before it came.
+        Counts only saves at this pace if their cost differs from that of the rest: what slows steps down makes saves
+        dearer as well, and when it goes, saves cost what they did before it came.
         """
         costs = [*self._costs]
         alike = [cost for cost in costs if cost.is_of_pace(step_s)]
@@ -86,10 +87,10 @@ def _differ(now_s: float, then_s: float, noise_s: float) -> bool:
 
 
 def typical(values: Sequence[float]) -> float:
-    """The mean, since a budget is for all saves together, the dear and the cheap ones included; of three, the median.
+    """Returns the mean, since a budget is for all saves together, dear and cheap ones; of three, the median.
 
-    One at either end counts as much as the next: neither a pause nor a lucky save moves it. Not more than one, since
-    one save in ten may well be cheaper each time, as those beside evaluations.
+    The highest and the lowest value count as much as the ones next to them: neither a pause nor a lucky save moves the
+    mean. Only one at each end, since one save in ten may well be cheaper each time, as those beside evaluations.
     """
     ordered = sorted(values)
     inner = ordered[1:-1] or ordered

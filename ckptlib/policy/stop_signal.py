@@ -1,4 +1,4 @@
-"""The signals by which a job is told to stop: SIGTERM, and SIGUSR1 of schedulers that warn first."""
+"""The signals that tell a job to stop: SIGTERM, and SIGUSR1 of schedulers that warn first."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from typing import cast
 TOLD_BY = (signal.SIGTERM, signal.SIGUSR1)
 
 LEFT_ALONE_S = 2.0
-"""A training that stands still for less than this, or than twice its longest recent step, is not left.
+"""The process does not leave a training that stands still for less than this, or than twice its longest recent step.
 
 A rank may be late by a second or two when all are told to stop: it waits for data, or its host is busy. The others wait
-for it in a collective, and a rank that leaves there takes the last save of the job with it. Where one rank is dead, the
-restart comes later by this, which is far more frequent. So it is no longer.
+for it in a collective, and a rank that leaves there takes the last save of the job with it. If one rank is dead, which
+is far more frequent, the restart comes later by this time. So it is no longer.
 """
 
 LOOK_EVERY_S = 0.02
 
 RECENT = 10
-"""Steps."""
+"""Number of steps."""
 
 SAME_NOTICE_S = 10.0
-"""For so long after the first SIGTERM, others are taken for the same notice."""
+"""For this long after the first SIGTERM, others are taken for the same notice."""
 
 STATUS = 128 + signal.SIGTERM
-"""With which a process leaves whose training stands still: a shell's, for one that SIGTERM has ended."""
+"""Exit status of a process whose training stands still: a shell's status for one that SIGTERM has ended."""
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1, where nobody else handles them; one more SIGTERM kills as ever, but not at once.
+    """Notes SIGTERM and SIGUSR1 unless somebody else handles them; a later SIGTERM kills as ever, but not at once.
 
-    One per Checkpointer. All that are open in a process note each signal, and none that is dropped.
+    One per Checkpointer. All that are open in a process note each signal; one that was dropped notes none.
 
-    Whoever installs a handler later has the signals from then on, and keeps it; it may call this one.
+    A handler that is installed later gets the signals from then on, and stays; it may call this one.
 
-    A scheduler that signals all processes reaches a rank twice, since its launcher passes the signal on.
+    If a scheduler signals all processes, a rank gets the signal twice, since its launcher passes it on.
 
     A launcher sends SIGTERM to the healthy ranks when one has died, too, and these may hang in a collective that will
-    never end: it would kill them after half a minute. So a thread is woken by SIGTERM, and leaves the process where the
-    main thread stands still. That loses nothing but what SIGKILL would lose.
+    never end: it would kill them after half a minute. So SIGTERM wakes a thread, which ends the process if the main
+    thread stands still. That loses nothing but what SIGKILL would lose.
     """
 
     def __init__(self, alone: bool = False) -> None:
-        """`alone`: there are no other ranks, so what keeps the main thread has an end, and there is no such thread."""
+        """`alone`: there are no other ranks, so whatever blocks the main thread ends, and no such thread is needed."""
         self.wanted = False
         self.alone = alone
         self.terminated_at: float | None = None
-        """When the first SIGTERM came."""
+        """When the first SIGTERM came, by the monotonic clock."""
         self.removed = False
-        """Whether signals are to do what they do by default, unless another one is open."""
+        """Whether signals are to have their default action, unless another one is open."""
         self._busy = False
         self._heeded = False
         try:
@@ -71,7 +71,7 @@ class StopSignal:
             _handler.add(self)
 
     def note(self, number: int) -> bool:
-        """Of a signal that has come. Returns whether it is to do what it does by default, as far as this one knows."""
+        """Notes a signal that has come. Returns whether it is to have its default action, as far as this one knows."""
         self.wanted = True
         if number != signal.SIGTERM:
             return False
@@ -82,13 +82,13 @@ class StopSignal:
         return now - self.terminated_at > SAME_NOTICE_S
 
     def note_step(self) -> None:
-        """A step of the training is done."""
+        """Notes that a step of the training is done."""
         _handler.note_step()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within, a main thread that stands still is not left: it waits for the state at hand to be saved, and that
-        ends."""
+        """Within, the process does not leave a main thread that stands still: it waits for the state at hand to be
+        saved, and that ends."""
         self._busy = True
         try:
             yield
@@ -96,30 +96,30 @@ class StopSignal:
             self._busy = False
 
     def heed(self) -> None:
-        """The job stops now, or has come to its end: whatever it waits for is its own affair."""
+        """Notes that the job stops now, or has come to its end: what it waits for from then on does not matter here."""
         self._heeded = True
 
     @property
     def may_stand_still(self) -> bool:
-        """Whether the main thread may, just now."""
+        """Whether the main thread may stand still now."""
         return self._busy or self._heeded
 
     def remove(self) -> None:
-        """Signals do again what they do by default, unless another one is open. Only the main thread may change that;
-        called in another one, it is done as the next signal comes."""
+        """Gives signals their default action again, unless another one is open. Only the main thread can change that;
+        if another thread calls it, that is done as the next signal comes."""
         self.removed = True
         if _on_main():
             _handler.tidy()
 
 
 class _Handler:
-    """Of this process: has the signals, for all StopSignals that are open, and the thread that watches for them."""
+    """Handles the signals of this process, for all open StopSignals, and has the thread that watches for them."""
 
     def __init__(self) -> None:
         self._added: tuple[weakref.ref[StopSignal], ...] = ()
         """Replaced as a whole, by the main thread: a signal may come meanwhile, and the watch reads it, too."""
         self.waits: Callable[[], bool] | None = None
-        """While the main thread waits for a save: whether that ends by itself."""
+        """Set while the main thread waits for a save: returns whether that wait ends by itself."""
         self._watch: _Watch | None = None
 
     @property
@@ -127,7 +127,7 @@ class _Handler:
         return [stop for added in self._added if (stop := added()) is not None and not stop.removed]
 
     def add(self, stop: StopSignal) -> None:
-        """On the main thread."""
+        """Adds a StopSignal. On the main thread."""
         self.tidy()
         self._added = (*map(weakref.ref, self.open), weakref.ref(stop))
         for number in TOLD_BY:
@@ -139,7 +139,7 @@ class _Handler:
                 self._watch = None
 
     def tidy(self) -> None:
-        """Ends what no open one needs. They may have been dropped, or removed by another thread. On the main thread."""
+        """Ends what no open one needs. Some may have been dropped, or removed by another thread. On the main thread."""
         if all(stop.alone for stop in self.open):
             watch, self._watch = self._watch, None
             if watch is not None:
@@ -148,7 +148,7 @@ class _Handler:
             self._restore()
 
     def forget(self) -> None:
-        """In a forked child: as if all were removed."""
+        """Resets a forked child as if all were removed."""
         self._added, self.waits = (), None
         watch, self._watch = self._watch, None
         if watch is not None:
@@ -161,33 +161,34 @@ class _Handler:
                 signal.signal(number, signal.SIG_DFL)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. Where none is open, signals do what they do by default."""
+        """Handles a signal. If none is open, it has its default action."""
         told = [stop.note(number) for stop in self.open]
         if all(told):
             _do_as_by_default(number)
 
     def note_step(self) -> None:
-        """Whoever does steps is not left, whichever Checkpointer is told of them."""
+        """Notes a step, whichever Checkpointer it is told to: a process that does steps does not leave."""
         if self._watch is not None:
             self._watch.note_step()
 
     def _is_told(self) -> bool:
-        """Whether SIGTERM comes here, or has come: else whoever has installed a handler since has it to himself."""
+        """Returns whether SIGTERM comes here, or has come: a handler that was installed since has it to itself."""
         watched = [stop for stop in self.open if not stop.alone]
         has_signal = signal.getsignal(signal.SIGTERM) == self.note
         return any(has_signal or stop.terminated_at is not None for stop in watched)
 
     def _may_stand_still(self) -> bool:
-        """What it waits for may be what one of them waits for."""
+        """Returns whether the main thread may stand still now, because one of them, or the wait for a save, allows
+        it."""
         return ((waits := self.waits) is not None and waits()) or any(stop.may_stand_still for stop in self.open)
 
 
 class _Watch:
-    """The thread that is woken by SIGTERM, and leaves where the main thread stands still before it stops."""
+    """The thread that SIGTERM wakes, and that ends the process if the main thread stands still before it stops."""
 
     def __init__(self, is_told: Callable[[], bool], may_stand_still: Callable[[], bool]) -> None:
-        """`is_told`: whether SIGTERM is for those who begin this, as far as can be known. `may_stand_still`: whether
-        the main thread may, just now."""
+        """`is_told`: returns whether SIGTERM is for those who begin this, as far as can be known. `may_stand_still`:
+        returns whether the main thread may stand still now."""
         self._is_told, self._may_stand_still = is_told, may_stand_still
         self._reads, self._writes = -1, -1
         """Ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
@@ -197,8 +198,8 @@ class _Watch:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def begin(self) -> bool:
-        """False, and nothing is begun, where somebody else is told of signals in this way, as asyncio is. Whoever is
-        interrupted here calls `end` all the same."""
+        """Begins the thread. Returns False, and begins nothing, if somebody else, such as asyncio, is told of signals
+        in this way. If this is interrupted, `end` must still be called."""
         self._reads, self._writes = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writes, False)
         before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
@@ -237,19 +238,19 @@ class _Watch:
                 os._exit(STATUS)
 
     def end(self) -> None:
-        """The thread ends by itself; it may have done so before it is woken, since any signal wakes it."""
+        """Tells the thread to end by itself; it may have ended before, since any signal wakes it."""
         if self._writes < 0:
             return
         self._unhook()
         self._ended.set()
-        with suppress(BrokenPipeError, BlockingIOError):  # no one is left to be woken, or the pipe has enough for that
+        with suppress(BrokenPipeError, BlockingIOError):  # no one is left to wake, or the pipe has enough for it
             os.write(self._writes, b"\0")
         os.close(self._writes)
-        if self._thread is None:  # else it closes what it reads
+        if self._thread is None:  # else the thread closes what it reads
             os.close(self._reads)
 
     def forget(self) -> None:
-        """In a forked child, which has no such thread, and whose signals are not its parent's."""
+        """Resets a forked child, which has no such thread, and whose signals are not its parent's."""
         self._unhook()
         os.close(self._reads)
         os.close(self._writes)
@@ -261,7 +262,7 @@ class _Watch:
 
 
 def _do_as_by_default(number: int) -> None:
-    """Whoever has a handler there now, and has called this one, would only call it again."""
+    """Gives the signal its default action and raises it: a handler that called this one would only call it again."""
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
@@ -271,7 +272,7 @@ def _on_main() -> bool:
 
 
 def _main_place() -> tuple[int, int]:
-    """Where the main thread is: which call, and which instruction of it. The same for as long as C code runs there."""
+    """Returns the call and instruction at which the main thread is. They stay the same as long as C code runs there."""
     frame = sys._current_frames()[cast(int, threading.main_thread().ident)]
     return id(frame), frame.f_lasti
 
@@ -280,14 +281,15 @@ _handler = _Handler()
 
 
 def handler() -> Callable[[int, FrameType | None], None] | None:
-    """What has the signals for those that are open, for whoever puts handlers back; None where none is open."""
+    """Returns the handler for all open ones, for whoever puts handlers back; None if none is open."""
     return _handler.note if _handler.open else None
 
 
 @contextmanager
 def waiting(ends: Callable[[], bool]) -> Iterator[None]:
-    """Within, a main thread that stands still is not left as long as `ends` says that the wait does, for a save."""
-    if not _on_main():  # what another thread waits for says nothing about the main one
+    """Within, the process does not leave a main thread that stands still as long as `ends` says that its wait for a
+    save ends."""
+    if not _on_main():  # the wait of another thread says nothing about the main one
         yield
         return
     before, _handler.waits = _handler.waits, ends
@@ -298,11 +300,12 @@ def waiting(ends: Callable[[], bool]) -> Iterator[None]:
 
 
 _masked = threading.local()
-"""The forking thread's mask, while there is a fork under way."""
+"""The forking thread's mask, during a fork."""
 
 
 def _before_fork() -> None:
-    """A signal to the child that came before its handler is gone would be swallowed, or taken for its parent's."""
+    """Blocks the signals: one that reached the child before its handler is gone would be swallowed, or taken for its
+    parent's."""
     _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY if _handler.open else ())
 
 
@@ -311,7 +314,7 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    """A forked worker is ended by the first SIGTERM: its pool sends one and waits."""
+    """Resets a forked worker, so that the first SIGTERM ends it: its pool sends one and waits."""
     _handler.forget()
     _after_fork()
 

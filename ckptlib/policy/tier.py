@@ -1,4 +1,4 @@
-"""The local tier: saves go to a disk of each host first, and some of them to the store from there. Only decides."""
+"""The local tier: saves go to a disk of each host first, and some of them from there to the store. Only decides."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ckptlib.policy.when import Policy
 from ckptlib.policy.whole import check_whole
 
 KEEP_LAST = 2
-"""Steps that stay on local disks, whatever else does."""
+"""Steps that stay on local disks, whatever else is removed."""
 
 MAX_UNDRAINED = 2
-"""Steps that a rank has on its disk and that are to be drained, from which on no other one is: one is being copied, one
-is next. What is saved meanwhile stays local, so an outage of the store, however long, takes no more of the disk."""
+"""While a rank has this many steps on its disk that are to be drained, no other one is: one is being copied, one is
+next. Steps saved meanwhile stay local, so an outage of the store, however long, takes no more of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTier:
-    """Where the local disk is, and what becomes of what is saved there."""
+    """The place of the local disk, and what is done with the steps there."""
 
     path: Path
-    """On a disk of this host; absolute."""
+    """A directory on a disk of this host; absolute."""
     drain: Policy | None = None
     """Which of the saved steps are copied to the store; None: all of them."""
     keep_last: int = KEEP_LAST
-    """The newest so many steps stay."""
+    """The number of newest steps that stay."""
     bytes_per_second: float | None = None
     """The most that each rank drains; None: as fast as it goes."""
 
@@ -52,17 +52,17 @@ class LocalTier:
             raise ValueError(f"drain_bandwidth={most}: expected bytes per second above 0, or None")
 
     def to_json(self) -> dict[str, object]:
-        """For the writer process, which drains what it is told to."""
+        """Returns JSON for the writer process, which drains the steps that it is told to."""
         return {"path": str(self.path), "keep_last": self.keep_last, "bytes_per_second": self.bytes_per_second}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LocalTier:
-        """The inverse of `to_json`, but for `drain`."""
+        """Decodes what `to_json` returned, without `drain`."""
         return cls(Path(data["path"]), None, data["keep_last"], data["bytes_per_second"])
 
 
 class DueDrains:
-    """Whether the next save is drained. One rank's view; the ranks agree by the beat."""
+    """Decides whether the next save is drained. One rank's view; the ranks agree by the beat."""
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
@@ -70,16 +70,16 @@ class DueDrains:
         """Whether a save is to be drained; it stays owed until one is."""
 
     def look_ahead(self, step: int) -> None:
-        """`step` comes next. A save that falls due may be taken later, and so may the drain that is due with it."""
+        """Looks at `step`, which comes next. A save that falls due may be taken later, and so may its drain."""
         self.owed = self.owed or self._policy is None or self._policy.due(step)
 
     def begin(self) -> None:
-        """A save that is drained is taken now."""
+        """Notes that a save that is drained is taken now."""
         self.owed = False
 
 
 def directory_of(name: str, path: str | Path) -> Path:
-    """The directory that an option of this `name` tells. Raises ValueError for one below "~"."""
+    """Returns the directory given for the option `name`, absolute. Raises ValueError for one below "~"."""
     if Path(path).parts[:1] == ("~",):
         raise ValueError(
             f"{name}={str(path)!r} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the "
@@ -91,7 +91,8 @@ def directory_of(name: str, path: str | Path) -> Path:
 def tier_of(
     local: str | Path | None, drain: Policy | None, keep_last: int, bytes_per_second: float | None
 ) -> LocalTier | None:
-    """What a Checkpointer was asked for. Raises ValueError for what makes sense with a local tier only."""
+    """Returns the tier that a Checkpointer was asked for, or None. Raises ValueError for options that need a local
+    tier."""
     if local is not None:
         return LocalTier(directory_of("local", local), drain, keep_last, bytes_per_second)
     if (drain, keep_last, bytes_per_second) != (None, KEEP_LAST, None):

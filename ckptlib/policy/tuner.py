@@ -1,8 +1,8 @@
-"""From measured steps to the interval between saves: CheckFreq's formula (FAST'21), in both directions.
+"""Computes the interval between saves from measured steps: CheckFreq's formula (FAST'21), in both directions.
 
-Pure: times are given to it, and it reads no clock. As saves are written one after the other, the interval is
-k = max(ceil((T_f - o) / T_i), ceil(o / (p T_i)), 1) steps. T_i is a step without any save, T_f how long a save takes to
-be written, p the budget; o is all that a save costs the training, found by comparing the steps beside which it is
+Pure: it is given times, and reads no clock. As saves are written one after the other, the interval is
+k = max(ceil((T_f - o) / T_i), ceil(o / (p T_i)), 1) steps. T_i is a step without any save, T_f how long writing a save
+takes, p the budget; o is everything that a save costs the training, found by comparing the steps beside which it is
 copied and written with those beside which nothing is.
 """
 
@@ -21,29 +21,30 @@ from ckptlib.policy.save_costs import KEPT, RECENT, SAME_PACE, SaveCost, SaveCos
 FIRST = 20
 """Steps before the first save: a baseline, of which half may be warm-up."""
 PROBE = 200
-"""Steps to the second save, at most: the first one makes slots and plans, and costs more than any other."""
+"""The most steps to the second save: the first one makes slots and plans, and costs more than any other."""
 CLEAN = 3
 """Steps with nothing at work, after a save, before its cost is summed up."""
 NEAR = 2 * CLEAN
-"""Clean steps, at least, that the steps beside a save are compared with: those around it, since the pace of a training
+"""The fewest clean steps that the steps beside a save are compared with: those around it, since the pace of a training
 wanders by more than a save costs."""
 WIDEN_EVERY = 20
-"""Intervals without a clean step, after which one is widened until there are some: no baseline without."""
+"""After this many intervals without a clean step, one is widened until there are some, for without there is no
+baseline."""
 WINDOW, NEWEST = 50, 7
-"""Steps that make a baseline, at least; and those that tell of another pace, when they agree."""
+"""The fewest steps that make a baseline; and the number of steps that show another pace, if they agree."""
 AGE, LEAST = 100, 20
-"""A clean step that is older than so many steps is no part of a baseline, unless there are fewer than LEAST others:
-steps become faster by and by, caches and clocks, and where saves follow closely few of them are clean."""
+"""A clean step that is more than AGE steps old is no part of a baseline, unless there are fewer than LEAST others:
+steps become faster by and by, caches and clocks, and if saves follow closely few of them are clean."""
 STALE = 0.05
-"""Steps beside a save that are faster than the baseline by more of it than this belie it."""
+"""Steps beside a save that are faster than the baseline by more than this share of it disprove it."""
 ENOUGH = 20
-"""Saves of whose costs the mean is taken as it is."""
+"""From this many saves on, the mean of their costs is taken as it is."""
 PAUSE_STEPS, PAUSE_S = 5.0, 0.25
-"""A step that takes so many steps longer, and so long, evaluated or waited for something: no save does that to it."""
+"""A step that takes PAUSE_STEPS steps and PAUSE_S longer evaluated or waited for something: no save does that to it."""
 RAISE, LOWER = 1.05, 1.06
 """How far off the interval must be before it changes; much less than half a point, for budgets of a few percent."""
 PAUSES, FEW = 1000, 200
-"""Clean steps whose pauses are averaged, and as how many fewer of them count: one hiccup is no habit."""
+"""Clean steps whose pauses are averaged, and the number as which fewer of them count: one hiccup is no habit."""
 LEAST_ROOM = 0.25
 """The part of the budget that is left to saves, even if what every step costs takes more."""
 
@@ -54,7 +55,7 @@ class Iteration:
 
     seconds: float
     ours_s: float
-    """Of these, in `after_step`, but for waiting for other ranks, and at the fence."""
+    """The part in `after_step`, except waiting for other ranks, and at the fence."""
     at_work: bool
     """Whether, as it began, a save was being copied or written on some rank."""
     saved: bool
@@ -67,39 +68,39 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What was measured, and what follows from it. Seconds."""
+    """The measured costs, and the intervals that follow from them. Seconds."""
 
     step_s: float
-    """Of a step beside which nothing is saved."""
+    """Length of a step beside which nothing is saved."""
     each_step_s: float
-    """What such a step costs beyond the training."""
+    """Cost of such a step beyond the training."""
     save_s: float
-    """What one save costs, everything counted."""
+    """Cost of one save, everything counted."""
     visible_s: float
-    """Of this, in `after_step` and at the fence."""
+    """The part of `save_s` in `after_step` and at the fence."""
     persist_s: float
-    """How long a save takes to be written."""
+    """How long writing a save takes."""
     by_budget: float
     by_persist: float
     by_loss: float
-    """Steps; inf where nothing was asked."""
+    """Steps; inf if no bound was given."""
     by_failures: float
 
     @property
     def needed(self) -> float:
-        """Steps between saves; below 1 where more than one save at each step would keep to all bounds."""
+        """Steps between saves; below 1 if more than one save at each step would keep to all bounds."""
         return max(self.by_persist, min(self.by_budget, self.by_loss, self.by_failures), 0.0)
 
     def overhead(self, interval: int) -> float:
-        """Of the training's time, with a save every so many steps."""
+        """Returns the cost as a share of the training's time, with a save every `interval` steps."""
         return (self.save_s / interval + self.each_step_s) / self.step_s
 
 
 class Tuner:
-    """One rank's: what it needs is told to the others, and the longest interval counts."""
+    """Tunes the interval of one rank. The ranks tell each other what they need, and the longest interval counts."""
 
     def __init__(self, asked: Overhead, snapshots: bool = False) -> None:
-        """`snapshots`: whether memory has a cadence of its own.
+        """`snapshots`: whether memory has an interval of its own.
 
         The cost of such snapshots counts as training: only the saves to the store are tuned.
         """
@@ -107,22 +108,22 @@ class Tuner:
         self.interval = FIRST
         """Steps between saves that this rank needs."""
         self.estimate: Estimate | None = None
-        """What the interval follows from; None before the first save."""
+        """The estimate that the interval follows from; None before the first save."""
         self._clean: deque[Iteration] = deque(maxlen=1000)
         self._clean_at: deque[int] = deque(maxlen=1000)
-        """Which step each of them was."""
+        """Number of each clean step."""
         self._rest_s: float | None = None
-        """The baseline of the last save, but for the first one."""
+        """The baseline of the last save; None until the second one."""
         self._longer: deque[float] = deque(maxlen=PAUSES)
-        """By how much clean steps were longer: short pauses and noise, which fall beside saves as well."""
+        """By how much clean steps were longer: short pauses and noise, which also occur beside saves."""
         self._number = 0
         self._costs = SaveCosts()
         self._persists: deque[float] = deque(maxlen=RECENT)
         self._num_saves = 0
         self._first = FIRST
-        """Steps before the first save, if less work than is allowed may be lost by then."""
+        """Steps before the first save, fewer if more work than is allowed may be lost by then."""
         self._before = 0
-        """Saves of the start before, whose cost is known; 0: nothing is."""
+        """Saves of the start before, whose cost is known; 0 if none is."""
         self._since = 0
         """Steps since the last save."""
         self._since_s = 0.0
@@ -136,7 +137,7 @@ class Tuner:
     def remember(self, measured: Measured) -> None:
         """Goes on from what the start before has measured, until this one has measured three saves of another cost.
 
-        Before the first step. The first save of this start is unlike others, and tells of no cost.
+        Call it before the first step. The first save of this start is unlike others, and its cost does not count.
         """
         self._before = measured.num_saves
         self._costs.begin_with(SaveCost(measured.save_s, measured.visible_s, measured.step_s))
@@ -146,7 +147,7 @@ class Tuner:
 
     @property
     def measured(self) -> Measured | None:
-        """For the next start; None before two saves, of which the first counts for nothing."""
+        """The costs for the next start; None before two saves, of which the first does not count."""
         found = self.estimate
         if found is None or not self._costs:
             return None
@@ -169,11 +170,11 @@ class Tuner:
         return lost is not None and self._since_s + step_s + max(self._persists, default=0.0) > lost.total_seconds()
 
     def persisted(self, seconds: float) -> None:
-        """A save of this rank was written, in so many seconds, not counting those in which it waited for another."""
+        """Notes that a save of this rank was written in `seconds`, not counting waiting for another save."""
         self._persists.append(seconds)
 
     def note(self, iteration: Iteration) -> None:
-        """Takes note of one step."""
+        """Notes one step."""
         self._number += 1
         if iteration.saved:
             if self._beside:  # the save before was at work until now
@@ -206,14 +207,14 @@ class Tuner:
             self._bound_again()
 
     def _bound_first(self) -> None:
-        """The first save, of which nothing is known, must not come too late either."""
+        """Bounds the interval to the first save, of which nothing is known: it must not come too late either."""
         if self._asked.at_most_lost is not None and self._num_clean >= CLEAN:
             step_s = statistics.median(step.seconds for step in self._clean)
             lost_s = self._asked.at_most_lost.total_seconds() - max(self._persists, default=0.0)
             self.interval = max(min(self._first, int(lost_s / step_s)), 1)
 
     def _bound_again(self) -> None:
-        """Steps may become slower behind the save that the interval follows from. Pauses are none of these."""
+        """Decides again if steps became slower behind the save that the interval follows from. Pauses do not count."""
         found = self.estimate
         if found is not None and self._asked.at_most_lost is not None and self._num_clean >= NEWEST:
             newest = [self._clean[i] for i in range(-NEWEST, 0)]
@@ -224,7 +225,7 @@ class Tuner:
     # What a save cost
 
     def _settle(self) -> None:
-        """The save's work has come to its end, or goes on in the next interval as it did in this one."""
+        """Sums up a save's cost when its work has ended, or goes on in the next interval as it did in this one."""
         beside, self._beside = self._beside, []
         if not self._clean:
             return
@@ -252,13 +253,13 @@ class Tuner:
             self._costs.clear()
 
     def _window(self, num: int) -> list[Iteration]:
-        """The newest clean steps, `num` at most."""
+        """Returns the newest clean steps, at most `num`."""
         oldest = self._number - 2 * max(num, AGE // 2)
         young = sum(at > oldest for at in self._clean_at)
         return list(self._clean)[-min(max(young, LEAST), num) :]
 
     def _forget_other_pace(self) -> None:
-        """Steps that were measured before the training became slower or faster are no baseline any more."""
+        """Forgets steps measured before the training became slower or faster: they are no baseline any more."""
         rests = [step.rest_s for step in self._clean][-WINDOW:]
         recent, older = rests[-NEWEST:], rests[:-NEWEST]
         if len(older) >= NEWEST:
@@ -275,7 +276,7 @@ class Tuner:
         else:  # the first save was not like others, but no other is known
             visible_s, save_s = before.visible_s, before.save_s
         told = self._before + self._num_saves
-        if told < ENOUGH:  # few tell of it yet: as much as it may well be
+        if told < ENOUGH:  # few measure it yet: as much as it may well be
             save_s += self._costs.noise_s * (max(told - 1, 1) ** -0.5 - ENOUGH**-0.5)
         if self._snapshots:
             rest_s, each_step_s = rest_s + each_step_s, 0.0
@@ -303,7 +304,7 @@ class Tuner:
         self._move(self.estimate)
 
     def _move(self, estimate: Estimate) -> None:
-        """Only when it is worth it, but never beyond a bound."""
+        """Changes the interval only if that is worth it, but never leaves it beyond a bound."""
         needed = estimate.needed
         least = max(math.ceil(estimate.by_persist), 1)
         if self._num_saves == 0:
@@ -320,7 +321,7 @@ class Tuner:
 
     @property
     def why(self) -> str:
-        """The numbers that the interval follows from."""
+        """The numbers that the interval follows from, as a text."""
         found, asked = self.estimate, self._asked
         if found is None:
             return "no save has been measured yet"
@@ -346,13 +347,13 @@ class Tuner:
 
 
 def _slower(seconds: float, baseline_s: float) -> float:
-    """How much longer a step took; nothing where it paused for something else."""
+    """Returns how much longer a step took; 0 if it paused for something else."""
     slower_s = seconds - baseline_s
     return 0.0 if slower_s > max(PAUSE_STEPS * baseline_s, PAUSE_S) else slower_s
 
 
 def _usual(steps: Sequence[Iteration]) -> float:
-    """What such a step takes, but for what is ours."""
+    """Returns the median length of the steps without the part of ckptlib."""
     return statistics.median(step.rest_s for step in steps)
 
 
@@ -361,6 +362,6 @@ def _is_other_pace(now_s: float, then_s: float, deviation_s: float) -> bool:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The standard deviation, as the median tells it: outliers do not count."""
+    """Returns the standard deviation as estimated from the median: outliers do not count."""
     median = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - median) for value in values)

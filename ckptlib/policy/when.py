@@ -1,6 +1,6 @@
-"""When to save. A policy may answer differently on every rank; what counts is what all agree upon.
+"""Policies that say when to save. Each rank may answer differently; what all agree upon counts.
 
-Pure: policies hold settings only, and what they decide by is given to them.
+Pure: policies hold settings only, and are given what they decide by.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing_extensions import override
 
 
 class Moment(NamedTuple):
-    """What a policy may decide by, about a step that comes next."""
+    """The facts that a policy may decide by, about a step that comes next."""
 
     step: int
-    """How many steps will be done."""
+    """Number of steps that will be done."""
     saved: int
-    """The step of the last save; before there is one, where this run went on from."""
+    """The step of the last save; before there is one, the step that this run went on from."""
     now: float
     """Seconds, by a clock that only goes forward."""
     saved_at: float
@@ -31,7 +31,7 @@ class Moment(NamedTuple):
 
 
 class Policy:
-    """Decides when to save. `|` combines: what falls due by one of them is saved.
+    """Decides when to save. `|` combines policies: a save that falls due by one of them is taken.
 
     To write your own, override `due`; it is asked once for each step, ahead of it. A function of the step does as well,
     wherever a policy is expected. Ranks may disagree: all save when one of them wants to.
@@ -47,7 +47,7 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} does not say when a save is due: override due(step)")
 
     def due_at(self, moment: Moment) -> bool:
-        """As `due`, for policies that go by more than the step."""
+        """Does what `due` does, for policies that go by more than the step."""
         return self.due(moment.step)
 
     def __or__(self, other: When) -> Policy:
@@ -58,7 +58,7 @@ class Policy:
 
 
 When = Policy | int | timedelta | Callable[[int], bool]
-"""What says when to save: a policy, a number of steps, a time, or a function of the step."""
+"""Says when to save: a policy, a number of steps, a time, or a function of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Steps(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Minutes(Policy):
-    """When so many minutes have passed since the last save; the first rank whose clock says so counts."""
+    """Saves when so many minutes have passed since the last save; the first rank whose clock says so counts."""
 
     minutes: float
 
@@ -102,7 +102,7 @@ class Minutes(Policy):
 
 @dataclass(frozen=True, slots=True)
 class First(Policy):
-    """The first step of each run: what cannot be saved is known at once. Combine it: `First() | Steps(500)`."""
+    """Saves the first step of each run, so that unsupported state is known at once: `First() | Steps(500)`."""
 
     @property
     @override
@@ -116,7 +116,7 @@ class First(Policy):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Policy):
-    """When one of several says so."""
+    """Saves when one of several policies says so."""
 
     policies: tuple[Policy, ...]
 
@@ -136,7 +136,7 @@ class AnyOf(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Asked(Policy):
-    """When a function of the step says so."""
+    """Saves when a function of the step says so."""
 
     ask: Callable[[int], bool]
 
@@ -146,7 +146,7 @@ class Asked(Policy):
 
 
 def policy_of(when: When) -> Policy:
-    """The policy that is meant. Raises TypeError for what says no time."""
+    """Returns the policy that is meant. Raises TypeError for an argument that says no time."""
     match when:
         case Policy():
             return when
@@ -167,7 +167,7 @@ def policy_of(when: When) -> Policy:
 
 
 def parts_of(policy: Policy) -> tuple[Policy, ...]:
-    """Those that it is combined of; itself where it is not."""
+    """Returns the policies that it combines; itself if it combines none."""
     if not isinstance(policy, AnyOf):
         return (policy,)
     return tuple(part for inner in policy.policies for part in parts_of(inner))
