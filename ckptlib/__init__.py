@@ -5,8 +5,8 @@
         for step in ckpt.loop(start, total):
             ...
 
-What is not in `__all__` is not promised. Names are resolved on first use, so that the writer process and the command
-line start without torch.
+Names that are not in `__all__` are not promised. Names are resolved on first use, so that the writer process and the
+command line start without torch.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ __all__ = [
 
 
 _MODULES = ("data", "events")
-"""Public ones, whose own names are promised, too."""
+"""Public modules, whose own names are promised, too."""
 
 
 def __getattr__(name: str) -> object:

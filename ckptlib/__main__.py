@@ -1,4 +1,4 @@
-"""`python -m ckptlib`: the command where no script of it is on the path."""
+"""`python -m ckptlib`: runs the command if no script of it is on the path."""
 
 from ckptlib.cli import main
 

@@ -1,3 +1,3 @@
-"""Which version of the library this is."""
+"""The version of the library."""
 
 __version__ = "0.2.0"

@@ -82,20 +82,20 @@ def save(
 
 
 def await_committed(pending: Pending) -> None:
-    """Collective. Raises SaveFailed, on all ranks, if the step will never exist."""
+    """Waits until a save is committed. Collective. Raises SaveFailed, on all ranks, if the step will never exist."""
     group = pending.group
     while not group.any(together(group, f"saving step {pending.step}", lambda: _is_committed(pending))):
         pass  # a large state and a slow store may take longer than ranks wait for one another in a collective
 
 
 def _is_committed(pending: Pending) -> bool:
-    """Waits for a while; only rank 0 can tell."""
+    """Waits for a while and returns whether the step is committed, which only rank 0 can tell."""
     patience_s = pending.group.patience_s
     try:
         if pending.group.rank == 0:
             pending.wait_committed(patience_s)
         else:
-            pending.wait_released(patience_s)  # so that its slot is there for the next one
+            pending.wait_released(patience_s)  # so that its slot is free for the next one
     except WaitTimeout:
         return False
     return pending.committed
@@ -134,7 +134,8 @@ def begin_save(
     timeout: timedelta = CALL_TIMEOUT,
     tags: Mapping[str, str] | None = None,
 ) -> Pending:
-    """As `save_async`, before `staging.go()`: what overlaps is not copied yet. `tags`: of the first save of a run."""
+    """Does what `save_async` does before `staging.go()`: tensors that overlap are not copied yet. `tags`: of the run's
+    first save."""
     state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
     rest = replace(keep, exempt=None) if isinstance(keep, Keep) else keep  # functions of two ranks are never the same
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": rest}
@@ -142,7 +143,7 @@ def begin_save(
     meet(process_group, url_text(url), what, timeout)
     session = registry.session(absolute(url), storage_options, process_group, rules, state, step, rest, tags)
     await_room(session)
-    if keep is not None and session.group.rank == 0:  # which alone is asked
+    if keep is not None and session.group.rank == 0:  # only rank 0 is asked
         order = replace(order, exempt=keep.is_exempt(step))
     with session.outcomes.turn:  # another thread may wait for an earlier save
         return save_step(session, order)
@@ -220,7 +221,7 @@ def load(
 
 
 def _best(step: int | str, metric: str | None, mode: str | None) -> Best | None:
-    """What is best; None where it was not said."""
+    """Returns the rule for the best step, or None if none was given. Raises ValueError if only a part was given."""
     if metric is None and mode is None:
         return None
     if step != "best" or metric is None:
@@ -232,7 +233,7 @@ def _best(step: int | str, metric: str | None, mode: str | None) -> Best | None:
 
 
 def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object], only: Only) -> None:
-    """Before anything is filled."""
+    """Raises if a Checkpointer refuses a load of an older step into its state; called before anything is filled."""
     for keeper in registry.keepers if only is None else ():
         keeper.refuse_going_back(absolute(url), save, state)
 

@@ -1,6 +1,6 @@
-"""The main path: save a step, load a step, each from top to bottom.
+"""The main path: saves a step, loads a step, each from top to bottom.
 
-The words are those of docs/how-it-works.md. The state that lives from save to save is in `saving/session.py`.
+The terms are those of docs/how-it-works.md. `saving/session.py` has the state that lives from save to save.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
 
 QUICK_BYTES = 256 * 1024 * 1024
-"""Garbage is not collected while a load reads no more than this. Such a load takes a second or less, of which a
+"""No garbage is collected while a load reads no more than this. Such a load takes a second or less, of which a
 collection would be a large part; and its garbage is small."""
 
 
@@ -56,7 +56,7 @@ collection would be a large part; and its garbage is small."""
 
 
 def without_overlap(leaf: Leaf) -> bool:
-    """No tensor is copied while the training goes on."""
+    """Returns False: no tensor is copied while the training goes on."""
     return False
 
 
@@ -68,35 +68,35 @@ class SaveOrder:
     step: int
     metrics: Mapping[str, object] | None = None
     to_store: bool = True
-    """Whether it is persisted; else the snapshot is for memory only."""
+    """Whether the snapshot is persisted; if not, it is for memory only."""
     compare: bool = True
-    """Whether the ranks compare what they hold before the snapshot; else they vote on it after."""
+    """Whether the ranks compare their state before the snapshot; if not, they vote on it afterwards."""
     overlap: Overlap = without_overlap
-    """Which tensors may be copied after this returns."""
+    """Returns which tensors may be copied after the save returns."""
     owners: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
-    """See `flatten`."""
+    """Optimizers by id of a tensor that they own; see `flatten`."""
     drains: bool = True
-    """With a local tier: whether it goes to the store, too."""
+    """With a local tier: whether the save goes to the store, too."""
     exempt: bool = False
-    """Whether it stays for good, whatever this job's `Keep(exempt=)` says of it."""
+    """Whether the step stays for good, whatever this job's `Keep(exempt=)` says."""
     spare: bool = True
-    """Whether memory of the device may be taken, which is not before the training has shown its peak."""
+    """Whether memory of the device may be taken; not before the training has shown its peak."""
     created: float | None = None
     """When the state was saved first, in seconds since the epoch; None: now."""
     generators: LoadedRng | None = None
-    """What is saved of the random generators, where they were put back just now; None: as they are."""
+    """Random state to save, if it was put back just now; None: the generators' present state."""
 
 
 def save_step(session: Session, order: SaveOrder) -> Pending:
-    """Takes a snapshot, and has it persisted. Collective where `order.compare`.
+    """Takes a snapshot, and has it persisted. Collective if `order.compare`.
 
-    Copies that overlap with training begin when the caller says so: `pending.staging.go()`. Without a spare core they
-    compete with the caller, which may have work to do before training goes on. The caller knows, of all ranks, that
-    there is a slot: from what they say in the beat, or from `await_room`.
+    Copies that overlap with training begin when the caller calls `pending.staging.go()`. Without a spare core they
+    compete with the caller, which may have work to do before training goes on. The caller must know that every rank has
+    a free slot: from the beat, or from `await_room`.
 
-    Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
-    SaveFailed, but for what a `state_dict()` raises; the next save compares. What goes wrong once the ranks have begun
-    the snapshot, as where memory lacks for the copies, fails it on all of them, and is raised by nobody but who waits.
+    If ranks do not compare before, an error of this rank alone is published as its failure, and raised as SaveFailed,
+    unless a `state_dict()` raised it; the next save compares. An error after the ranks have begun the snapshot, such as
+    too little memory for the copies, fails it on all of them, and only a wait raises it.
     """
     with session.stopwatch.stalled(), gc_pause.kept():
         return _save_step(session, order)
@@ -115,7 +115,7 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
                 raise
             compare = True  # one rank has nobody to wait for
             flat, metrics, plan, slot = _agree(session, order, compare)
-    except BaseException as error:  # a state_dict() may raise anything, and whoever catches that trains on
+    except BaseException as error:  # a state_dict() may raise anything, and a caller that catches it trains on
         alone = session.group.size == 1 and not isinstance(error, CkptError)
         if compare or alone:
             raise
@@ -157,10 +157,9 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
 
 
 def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dict[str, values.Json], Plan, Slot]:
-    """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none. Without,
-    the others are told of a failure, so the generation has begun then. It begins with a save that is not refused, nor
-    lacks memory: what it goes on from depends on its first step.
-    """
+    """Does everything that can fail before copies are ordered; if ranks compare, it fails on all or on none. Otherwise
+    the other ranks are told of a failure, so the generation has begun then. It begins with a save that is not refused
+    and does not lack memory: the step that it resumes from depends on its first step."""
     group, planner = session.group, session.planner
     if not compare:
         session.lineage.begin(session.writer, order.step)
@@ -198,11 +197,11 @@ class LoadOrder:
     device: str | torch.device | None = None
     optional: str | Sequence[str] = ()
     begun: dict[str, SaveId] = field(default_factory=dict)
-    """By the saved name of each tensor that a load by this order has begun to read: the step that it was read from. If
-    that load fails, the next one by this order may be of another step. Without those of the random generators, which
-    are read into new tensors, and put back when all has been read."""
+    """Step that each tensor was read from, by its saved name, for tensors that a load by this order has begun to read.
+    If that load fails, the next one by this order may be of another step. Omits random generators, which are read into
+    new tensors, and put back when everything has been read."""
     reader: Callable[[StepSource, int], Reader] = Reader
-    """Of the source, for a rank."""
+    """Makes a reader from the source, for a rank."""
 
     def __post_init__(self) -> None:
         check_selection(self.only, self.rename, self.optional)
@@ -213,17 +212,17 @@ class Loaded(NamedTuple):
     filled: list[torch.Tensor]
     """Every tensor that was read into."""
     whole: bool
-    """Whether all of the state was filled, but for plain values that the checkpoint lacks."""
+    """Whether all of the state was filled, except plain values that the checkpoint lacks."""
     part: Part
-    """That of the saved rank whose values this rank takes."""
+    """Part of the saved rank whose values this rank takes."""
 
 
 def load_step(group: Group, source: StepSource, order: LoadOrder, generators: LoadedRng | None = None) -> Loaded:
     """Fills the state from one step, and `generators` with the saved random state. Collective.
 
-    Writes nothing before this rank's copies of a save under way are over.
+    Writes nothing before this rank's copies of a save under way are done.
     """
-    with gc_pause.kept() as collect_again:  # around a call: what it made is gone when it returns
+    with gc_pause.kept() as collect_again:  # around a call: its objects are gone when it returns
         return _load_step(group, source, order, generators, collect_again)
 
 
@@ -238,7 +237,7 @@ def _load_step(
     whole: Mapping[str, object] = order.state
     if generators is not None:
         whole = {**order.state, RNG: generators}
-        if not isinstance(order.state, MutableMapping):  # what would be put into the copy alone is to be told
+        if not isinstance(order.state, MutableMapping):  # report an entry that would be put into the copy alone
             whole = MappingProxyType(whole)
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
@@ -251,7 +250,7 @@ def _load_step(
         tell_nothing_fits(source.save.step, wanted, RNG)
 
     wants, overlapping = set_apart(wanted.wants)
-    near = lru_cache(maxsize=None)(source.near)  # which looks through all ranks; thousands of tensors lie with the same
+    near = lru_cache(maxsize=None)(source.near)  # looks through all ranks; thousands of tensors lie with the same
     reads, buckets, by_links = share_out(wants, group, lambda want: near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
     if total > QUICK_BYTES:
@@ -261,7 +260,7 @@ def _load_step(
     laps.end("bring")
 
     order.begun.update((want.name, source.save) for want in wanted.wants if want.name.split("/")[0] != RNG)
-    # here: the thread that fills, where there are several ranks, has other current streams than the training
+    # here: with several ranks, the thread that fills has other current streams than the training
     wait_for_work = accelerator.work_so_far(tensor for want in reads for _, tensor in want.pieces)
 
     def fill() -> None:
@@ -302,8 +301,8 @@ def _load_step(
 
 
 def _check(save: SaveId, order: LoadOrder, wanted: Targets, unexpected: Sequence[str]) -> None:
-    """Raises StateMismatch, before anything is read, where this step does not fit the state, or would leave in tensors
-    what a failed load has read into them."""
+    """Raises StateMismatch, before anything is read, if this step does not fit the state, or would leave values in
+    tensors that a failed load has read into them."""
     wanted.check(save.step, unexpected, order.strict)
     names, others = _left_spoiled(order, [name for name in wanted.missing if name not in wanted.apart])
     if names:
@@ -316,8 +315,8 @@ def _check(save: SaveId, order: LoadOrder, wanted: Targets, unexpected: Sequence
 
 
 def _left_spoiled(order: LoadOrder, missing: Sequence[str]) -> tuple[list[str], set[str]]:
-    """Of the names that a step lacks: those that a failed load has read into, or into something below; and its step."""
-    if not order.begun:  # `rename` may be a function of the user's, and is called for these names in need only
+    """Returns the missing names that a failed load has read into, or into a part of, and that load's steps."""
+    if not order.begun:  # `rename` may be the user's function, and is called for these names only if needed
         return [], set()
     read: dict[str, str] = {}
     for name, save in order.begun.items():
@@ -332,7 +331,7 @@ def _left_spoiled(order: LoadOrder, missing: Sequence[str]) -> tuple[list[str], 
 def _bring_and_match(
     group: Group, source: StepSource, state: Mapping[str, object], order: LoadOrder, what: str
 ) -> tuple[Reader, Targets]:
-    """Where each saved tensor goes; shards that this turns out to need, such as another stage's, are brought.
+    """Matches saved tensors with the state; brings shards that this turns out to need, such as another stage's.
 
     Collective.
     """
@@ -364,12 +363,12 @@ def _bring_and_match(
 
 
 def _but_generators(rename: Rename) -> Rename:
-    """A function of the user's knows nothing of the names that ckptlib adds."""
+    """Excludes the names that ckptlib adds from `rename`: a function of the user's does not know them."""
     if rename is None or isinstance(rename, Mapping):
         return rename
     return lambda name: name if name.split("/")[0] == RNG else rename(name)
 
 
 def _and_generators(only: Only) -> Only:
-    """They were asked for beside a part of the state."""
+    """Adds the random generators to `only`: they were asked for besides a part of the state."""
     return None if only is None else [*([only] if isinstance(only, str) else only), RNG]

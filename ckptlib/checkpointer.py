@@ -1,6 +1,6 @@
 """The Checkpointer: what a training loop holds.
 
-Everything that could differ between ranks is said in one step and acted upon, by all, in the next (see `beat`).
+Each rank says in one step what could differ between ranks, and all act upon it in the next (see `beat`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Checkpointer:
         check_preempted(preempted)
         check_listener(on_event)
         check_export(export)
-        with ExitStack() as opened:  # who catches what is raised here may go on, and create another one
+        with ExitStack() as opened:  # a caller that catches an error here may create another one
             self._session = Session(settings, process_group, lambda: kind_of(first_look(self._state).leaves), on_event)
             opened.callback(self._session.close, timedelta(0), clean=False)
             beginning = begins_from(init_from, init_only, self._session)
@@ -186,7 +186,7 @@ class Checkpointer:
             opened.pop_all()
 
     def _install(self) -> None:
-        """Looks at the state once: refuses what cannot be saved before training begins; makes room for snapshots."""
+        """Looks at the state once: refuses unsupported state before training begins; makes room for snapshots."""
         session = self._session
         with gc_pause.kept():
             flat = together(session.group, "looking at the state", lambda: first_look(self._state, session.memo))

@@ -1,4 +1,4 @@
-"""What can go wrong, one class per reaction a caller can have.
+"""The errors of ckptlib, one class per reaction that a caller can have.
 
     CkptError
     +-- StoreError              the store refused or failed; the same call may work later
@@ -39,7 +39,7 @@ from typing_extensions import override
 
 
 class CkptError(Exception):
-    """Base of the errors for what fails at run time. Wrong arguments, and calls in a wrong order, raise ValueError or
+    """Base class of the errors at run time. Wrong arguments, and calls in a wrong order, raise ValueError or
     TypeError."""
 
 
@@ -61,7 +61,7 @@ class NotBrought(ObjectNotFound):
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
-        """The saved rank; -1 where another rank of the job told of it."""
+        """The saved rank; -1 if another rank of the job reported the error."""
 
 
 class ObjectUnreadable(StoreError):
@@ -118,9 +118,9 @@ class StateMismatch(StateError):
 class SaveFailed(CkptError):
     """A save that will never be committed. Earlier steps are untouched.
 
-    If its manifest may have been put all the same, or this rank's part, as where only the answer was lost, or the next
-    start of the job may commit it, since the store took no word of the failure, or local disks have the step, the
-    message says that it may be committed all the same: `ckptlib ls` tells whether it is there.
+    The message says that it may be committed all the same if its manifest or this rank's part may have been put, as
+    when only the answer was lost; if the next start of the job may commit it, because the store did not record the
+    failure; or if local disks have the step. `ckptlib ls` tells whether it is there.
     """
 
 
@@ -133,7 +133,7 @@ class StateChanged(SaveFailed):
 
 
 class ReplicasDiffer(SaveFailed, UnsupportedState):
-    """Ranks hold different data of what they should hold alike, so that no one of them can write it for the others."""
+    """Ranks hold different data that should be equal, so that no one of them can write it for the others."""
 
 
 class NoRoom(CkptError):
@@ -161,7 +161,7 @@ class WaitTimeout(CkptError, TimeoutError):
 
 
 def describe(error: BaseException) -> str:
-    """One line for a document or a message to another process."""
+    """Returns one line for a document or a message to another process."""
     text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
     return json.loads(json.dumps(text[:2000]))  # type: ignore[no-any-return]
 
@@ -171,7 +171,7 @@ EXIT_PREEMPTED = 75
 
 
 class Preempted(SystemExit):
-    """The job was told to stop before it came to its end, and what it needs to go on is committed. No error.
+    """The job was told to stop before its end, and everything that it needs to go on is committed. Not an error.
 
     Unless the program catches it, the process ends with status 75: with 0, a launcher would take the job for done.
     """

@@ -1,7 +1,7 @@
-"""What a Checkpointer tells `on_event=` of: one frozen dataclass per kind of event.
+"""The events that a Checkpointer reports to `on_event=`: one frozen dataclass per kind.
 
-Each rank is told what it knows itself. Rank 0 is told of every commit and of every failure; another rank of its own
-snapshots, and of an outcome only where it waited for it.
+Each rank reports what it knows itself. Rank 0 reports every commit and every failure; another rank reports its own
+snapshots, and an outcome only if it waited for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all of them."""
+    """Base class of all events."""
 
     step: int
 
@@ -38,11 +38,11 @@ class Begun(Event):
     """A snapshot was begun."""
 
     nbytes: int
-    """Of this rank's share of the state, in memory."""
+    """Bytes of this rank's share of the state, in memory."""
     tier: str
-    """Where it goes at last: "memory", "local" (local disks) or "store"."""
+    """The last place it goes to: "memory", "local" (local disks) or "store"."""
     stall_s: float
-    """Seconds that the training stood still for it, up to here."""
+    """Seconds that the training has stood still for it so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,17 @@ class Staged(Event):
     """This rank's snapshot is whole, in memory that outlives the process."""
 
     nbytes: int
-    """As in `Begun`."""
+    """Bytes as in `Begun`."""
     seconds: float
-    """That the copy beside the training took."""
+    """Seconds that the copy beside the training took."""
     fence_s: float
     """Seconds that an optimizer's step waited for that copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held(Event):
-    """All ranks have their snapshots of this step in memory and, with `Peers`, all replicas of them. Some steps are
-    passed over, where a newer one is held already."""
+    """All ranks have their snapshots of this step in memory and, with `Peers`, all replicas of them. There is no event
+    for some steps, if a newer one is held already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,16 @@ class Committed(Event):
     """The step exists in the store and is durable."""
 
     nbytes: int | None
-    """Of the whole step, all ranks together; None on ranks other than 0."""
+    """Bytes of the whole step, all ranks together; None on ranks other than 0."""
     seconds: float | None
-    """From when the writer took the snapshot up, which is copied by then, to the commit; None on ranks other than 0."""
+    """Seconds from when the writer took up the snapshot, which is copied by then, to the commit; None on ranks other
+    than 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """This save will never be committed, or this snapshot is not kept; earlier steps are untouched. Where the store or
-    a writer was lost just as a part or the manifest was put, nobody knows: `error` says that `ckptlib ls` tells."""
+    """This save will never be committed, or this snapshot is not kept; earlier steps are untouched. If the store or a
+    writer was lost just as a part or the manifest was put, nobody knows: `error` says that `ckptlib ls` tells."""
 
     error: Exception
     tier: str
@@ -92,23 +93,23 @@ class Torn(Event):
 
 @dataclass(frozen=True, slots=True)
 class Voided(Event):
-    """Ranks hold different data where it should be alike, or the state has other tensors than before: the snapshot is
-    given up on all ranks, and another one, compared before, is due."""
+    """Ranks hold different data that should be equal, or the state has other tensors than before. The snapshot is given
+    up on all ranks, and another one, compared before, is due."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class Restored(Event):
-    """`restore` has filled the state. There is none of a fresh run."""
+    """`restore` has filled the state. A fresh run has no such event."""
 
     nbytes: int
-    """That this rank read."""
+    """Bytes that this rank read."""
     seconds: float
     tier: str
     """Where it came from: "memory", "local" (local disks) or "store"."""
     skipped: int
-    """Newer steps, or nearer copies, that were damaged or could not be read."""
+    """Number of newer steps, or nearer copies, that were damaged or could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,13 @@ class Exported(Event):
 
     out: str
     nbytes: int
-    """Of the tensors in the files."""
+    """Bytes of the tensors in the files."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExportFailed(Event):
-    """It could not. The step itself is whole. Rank 0 is told."""
+    """`Checkpointer(export=)` could not export a step. The step itself is whole. Rank 0 is told."""
 
     out: str
     error: Exception
@@ -134,9 +135,9 @@ class Initialized(Event):
     """A fresh run has begun from `Checkpointer(init_from=)`; its step is 0."""
 
     source: str
-    """For people."""
+    """Description for people."""
     nbytes: int
-    """That this rank read."""
+    """Bytes that this rank read."""
     seconds: float
 
 
@@ -147,9 +148,9 @@ class IntervalChanged(Event):
     interval: int
     """Steps between saves from now on."""
     before: int | None
-    """Up to now; None for the first."""
+    """Steps between saves until now; None for the first."""
     why: str
-    """For people."""
+    """Reason for people."""
     tier: str = "store"
     """"store", or "memory" for snapshots of `Peers(every=Overhead(...))`."""
 

@@ -1,4 +1,4 @@
-"""A thread that does jobs in order: the staging's, the replicator's, the writer's. It does not know what they do."""
+"""Threads that do jobs in order: the staging's, the replicator's, the writer's. They do not know what the jobs do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 
 
 class JobThread:
-    """It does its jobs one after the other, in the order in which they were put. An error of a job ends it.
+    """Does its jobs one after the other, in the order in which they were put. An error of a job ends it.
 
-    It begins with the first one, or by `start`: whoever made it and was interrupted before has nothing to end.
+    Begins with the first job, or by `start`: a caller that is interrupted before that has nothing to end.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,18 +33,18 @@ class JobThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a job that was put has not come to its end."""
+        """Whether a job that was put has not ended."""
         return self._num_open > 0
 
     def start(self) -> None:
-        """It runs from now on, where a `put` must not be the one to find that the system has no thread more. Raises
-        RuntimeError then."""
+        """Starts the thread now, if a `put` must not be the one to find that the system has no more threads. Raises
+        RuntimeError if it has none."""
         with self._lock:
             if self._thread is None:
                 self._begin()
 
     def put(self, job: Job) -> None:
-        """From any thread. Raises RuntimeError where it does not run, and the system has no thread for it."""
+        """Adds a job, from any thread. Raises RuntimeError if the thread must be started and the system has none."""
         with self._lock:
             if self._thread is None:
                 self._begin()
@@ -52,8 +52,8 @@ class JobThread:
         self._jobs.put(job)
 
     def _begin(self) -> None:
-        """Where it is interrupted, as by Ctrl-C, the thread may run or not: the next job begins another, with a queue
-        of its own."""
+        """Starts the thread. If this is interrupted, as by Ctrl-C, the thread may run or not: the next job begins
+        another one, with its own queue."""
         jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(jobs,), name=self._name, daemon=True)
         try:
@@ -64,13 +64,13 @@ class JobThread:
         self._jobs, self._thread = jobs, thread
 
     def finish(self) -> None:
-        """Waits for all jobs. None may be put after it."""
+        """Waits for all jobs. None may be put afterwards."""
         self.leave()
         if self._thread is not None:
             self._thread.join()
 
     def leave(self) -> None:
-        """Waits for nothing: the thread ends behind its last job. None may be put after it."""
+        """Lets the thread end after its last job, without waiting. No job may be put afterwards."""
         if self._thread is not None:
             self._jobs.put(None)
 
@@ -79,30 +79,30 @@ class JobThread:
             try:
                 job()
             finally:
-                del job  # with all that it refers to, until the next one
+                del job  # with everything that it refers to, until the next one
                 with self._lock:
                     self._num_open -= 1
 
 
 class JobFutures:
-    """Jobs of one thread whose results are asked for. Unlike that of a ThreadPoolExecutor, it keeps no process from
-    ending: who wants the last ones done waits for them."""
+    """Runs jobs on one thread and returns their results. Unlike a ThreadPoolExecutor's, the thread keeps no process
+    from ending: wait for the last jobs if you want them done."""
 
     def __init__(self, name: str) -> None:
         self._thread = JobThread(name)
 
     def submit(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
-        """In the order in which they are given."""
+        """Adds a call, which runs after those given before, and returns its future."""
         future: Future[Result] = Future()
         self._thread.put(partial(fulfil, future, partial(call, *args, **kwargs)))
         return future
 
     def finish(self) -> None:
-        """Waits for all jobs. None may be submitted after it."""
+        """Waits for all jobs. None may be submitted afterwards."""
         self._thread.finish()
 
     def leave(self) -> None:
-        """Waits for nothing: the thread ends behind its last job. None may be submitted after it."""
+        """Lets the thread end after its last job, without waiting. No job may be submitted afterwards."""
         self._thread.leave()
 
 
@@ -111,14 +111,14 @@ def fulfil(future: Future[Result], call: Callable[[], Result]) -> None:
     try:
         if future.set_running_or_notify_cancel():
             future.set_result(call())
-    except BaseException as error:  # whoever waits for the future is told of any
+    except BaseException as error:  # a caller that waits for the future is told of any
         future.set_exception(error)
     finally:
         del future  # else its error, whose trace has this frame, stays until garbage is collected
 
 
 def at_exit(job: Job) -> None:
-    """Has a job done as this process ends, once; not as one ends that is forked from it. The last one is done first."""
+    """Runs a job once when this process exits, but not when a forked child exits. The last one added runs first."""
     _at_exit(job, os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""The priority of the processes that work beside the training."""
+"""Lowers the priority of the processes that work beside the training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 NICENESS = 10
-"""Training comes first wherever both want a core: it gets nine tenths of it."""
+"""Training comes first if both want a core: it gets nine tenths of it."""
 
 _SESSION = Path("/proc/self/autogroup")
 _TRY_S = 60.0
@@ -18,7 +18,7 @@ def give_way() -> None:
     """Lowers the priority of this process, and of the session that it leads.
 
     Linux can divide the CPU between sessions first, and most distributions ask it to (kernel.sched_autogroup_enabled).
-    A niceness counts within a session only, then: a writer of niceness 10 got half of a core that the training wanted.
+    Then a niceness counts within a session only: a writer of niceness 10 got half of a core that the training wanted.
     """
     os.nice(NICENESS)
     if os.getsid(0) == os.getpid() and not _lower_session():

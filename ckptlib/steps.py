@@ -1,6 +1,6 @@
-"""What a Checkpointer does after each step of the training.
+"""The work of a Checkpointer after each step of the training.
 
-What could differ between ranks is said in one step and acted upon, by all of them, in the next; see `ranks/beat.py`.
+Each rank says in one step what could differ between ranks, and all act upon it in the next; see `ranks/beat.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Steps:
-    """One per Checkpointer; main thread."""
+    """Does the work of one Checkpointer after each step. Main thread."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class Steps:
         self._fence = fence
         self._attempts = attempts
         self.metrics = metrics
-        """Of the step that is under way."""
+        """Metrics of the step that is under way."""
         self.restored: int | None = None
         """The step whose state this is, until the next one is done."""
         self.stopping = False
         """Whether all ranks have agreed that this is the last step."""
         self.preempted = False
-        """Whether that came before the end of the loop."""
+        """Whether they agreed so before the end of the loop."""
         self._called = threading.Lock()
         self._took_slot = False
-        """Whether `save` has taken a slot since the ranks said which they have."""
+        """Whether `save` has taken a slot since the ranks said which slots they have."""
         self._waited_within_s = 0.0
-        """Waited at the fence within `done`, all in all: that counts as time of `done` already."""
+        """Seconds waited at the fence within `done` so far; these count as time of `done` already."""
 
     @property
     def has_saved(self) -> bool:
@@ -88,7 +88,8 @@ class Steps:
             stopwatch.end_step(step, failed)
 
     def _enter(self) -> None:
-        """This thread has `_called` from here on. Raises ValueError where another one is within."""
+        """Marks this thread as the one within, until `_called` is released. Raises ValueError if another one is
+        within."""
         if not self._called.acquire(blocking=False):
             raise ValueError(
                 f"{self._session.store.url}: two threads are in `after_step` or `save` of one Checkpointer at once. "
@@ -114,7 +115,7 @@ class Steps:
             self._act(step, metrics, word, False, compare)
 
     def _act(self, step: int, metrics: Mapping[str, object] | None, word: Word, last: bool, compare: bool) -> None:
-        """Upon what all ranks have agreed for this step."""
+        """Acts upon what all ranks have agreed for this step."""
         session = self._session
         follow(session, word)
         began = time.perf_counter()
@@ -123,7 +124,7 @@ class Steps:
         taken, to_store = None, bool(last or (word.due and not word.behind))
         due = to_store or word.snap
         takes = last or (due and self._has_room(word))
-        self._took_slot = False  # before what may raise on this rank alone: it would ask alone next time
+        self._took_slot = False  # before code that may raise on this rank alone: it would ask alone next time
         if takes:
             # a last one is compared before it is taken: no other could be, should it turn out to differ
             compare = compare or last
@@ -131,7 +132,7 @@ class Steps:
                 taken = self._take(step, self.metrics.of(metrics), word, to_store, compare)
             except CkptError:
                 raise
-            except Exception:  # the state's own; where ranks compare, all raise, and none says its word now
+            except Exception:  # the state's own; if ranks compare, all raise, and none says its word now
                 if session.left_out == step and not self.stopping:
                     self._turns.say(step + 1)
                 raise
@@ -152,14 +153,15 @@ class Steps:
         self._fence.forget()
 
     def _has_room(self, word: Word) -> bool:
-        """Whether every rank has a slot. Collective right after a `save`, which the agreed word knows nothing of."""
+        """Returns whether every rank has a slot. Collective right after a `save`, which the agreed word does not
+        include."""
         snapshots = self._session.snapshots
         if not self._took_slot:
             return word.needs_held <= snapshots.held_by_all
         return not self._session.group.any(snapshots.needs_held() > snapshots.held_by_all)
 
     def _check_counted(self, step: int) -> None:
-        """All ranks have agreed on the step, so all raise."""
+        """Raises ValueError if the restored step is told again. All ranks have agreed on the step, so all raise."""
         if step == self.restored:
             raise ValueError(
                 f"after_step({step}): the restored state had {step} steps done already; after the body of `step`, "
@@ -168,7 +170,7 @@ class Steps:
         self.restored = None
 
     def _stops(self, word: Word) -> bool:
-        """Whether the training ends here because a rank was told to stop."""
+        """Returns whether the training ends here because a rank was told to stop."""
         self.stopping = bool(word.stop)
         self.preempted = self.stopping and word.step != self._due.final
         if self.stopping:
@@ -180,16 +182,16 @@ class Steps:
 
     @property
     def stop_timeout_s(self) -> float | None:
-        """How long the last save is waited for where the job was told to stop; whoever told it will not wait for ever.
+        """How long to wait for the last save if the job was told to stop; whoever told it will not wait for ever.
 
-        None: it was not.
+        None: it was not told.
         """
         return self._session.settings.timeout.total_seconds() if self.stopping else None
 
     def _take(
         self, step: int, metrics: Mapping[str, object] | None, word: Word, to_store: bool, compare: bool
     ) -> Pending | None:
-        """What was begun, and is to `go` on; None where there is nothing to save, or it failed."""
+        """Begins a save and returns it, to `go` on; returns None if there is nothing to save, or it failed."""
         due, last = self._due, word.stop or step == self._due.final
         if self._attempts.has(step):
             due.skip(to_store)
@@ -212,7 +214,7 @@ class Steps:
         return taken
 
     def _earned(self, leaf: Leaf) -> bool:
-        """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
+        """Returns whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
         return leaf.owner is not None and self._fence.fired(leaf.owner)
 
     def _warn_of_metrics(self, step: int, metrics: Mapping[str, object] | None) -> None:
@@ -232,7 +234,7 @@ class Steps:
     def _save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         self._session.stager.fail_left()
         session, before, known = self._session, self._attempts.last, self._attempts.has(step)
-        # what was given up was published, and would be taken for the outcome of another try
+        # a save that was given up was published, and would be taken for the outcome of another try
         given_up = session.given_up is not None and session.given_up == step
         some, not_all, failed = session.group.max([int(known), int(not known), int(given_up)])
         if failed or (some and not_all):  # a rank without it would go into another save alone

@@ -1,4 +1,5 @@
-"""Numbers, sizes, times and names in words for people: of messages, command and report. Pure, but for the clock."""
+"""Puts numbers, sizes, times and names in words for people, in messages, commands and reports. Pure, except for the
+clock."""
 
 from __future__ import annotations
 
@@ -9,27 +10,27 @@ from datetime import datetime, timezone
 
 
 def plain(text: str) -> str:
-    """The text, with everything escaped that is no printable character."""
+    """Returns the text with every unprintable character escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
-    """What may have several lines, on one."""
+    """Puts a text of several lines on one."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def cut(text: str, most: int) -> str:
-    """No longer than so many characters."""
+    """Cuts a text to at most `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def listed(found: Sequence[object], most: int) -> str:
-    """The first of them: "0, 1, ..."."""
+    """Lists the first items: "0, 1, ..."."""
     return ", ".join(map(str, found[:most])) + (", ..." if len(found) > most else "")
 
 
 def last(found: Sequence[object], most: int) -> str:
-    """The last of them: "..., 8, 9"."""
+    """Lists the last items: "..., 8, 9"."""
     return ("..., " if len(found) > most else "") + ", ".join(map(str, found[-most:]))
 
 
@@ -56,7 +57,8 @@ def duration(seconds: float) -> str:
 
 
 def seconds(span: float) -> str:
-    """As `duration`, but with a decimal, and never in days, so that parts of a run's time can be compared: "3.2 s"."""
+    """Formats like `duration`, but with a decimal, and never in days, so that parts of a run's time can be compared:
+    "3.2 s"."""
     if span < 1:
         return duration(span)
     unit, length = next(((unit, length) for unit, length in (("h", 3600), ("min", 60)) if span >= 2 * length), ("s", 1))
@@ -64,7 +66,7 @@ def seconds(span: float) -> str:
 
 
 def age(since: float) -> str:
-    """How long ago a time was, given in seconds since the epoch."""
+    """Returns how long ago a time was, given in seconds since the epoch."""
     seconds = time.time() - since
     return duration(seconds) if abs(seconds) >= 1 else "0 s"
 
@@ -78,7 +80,8 @@ def moment(seconds: float) -> str:
 
 
 def is_told(times: int) -> bool:
-    """Whether what has happened so many times is told now: the first time, the second, the fourth and so on."""
+    """Returns whether to report something that has happened this many times: the first time, the second, the fourth and
+    so on."""
     return times & (times - 1) == 0
 
 
@@ -88,12 +91,12 @@ def count(number: int, noun: str) -> str:
 
 
 def span(steps: Sequence[int]) -> str:
-    """One or more steps: "step 10", "3 steps from 10 to 30"."""
+    """Describes one or more steps: "step 10", "3 steps from 10 to 30"."""
     return f"step {steps[0]}" if len(steps) == 1 else f"{count(len(steps), 'step')} from {min(steps)} to {max(steps)}"
 
 
 def metrics(found: Mapping[str, object]) -> str:
-    """On one line: "loss 2.513  lr 0.001"."""
+    """Puts metrics on one line: "loss 2.513  lr 0.001"."""
     return "  ".join(f"{name} {_number(value)}" for name, value in found.items())
 
 
@@ -103,14 +106,14 @@ def _number(value: object) -> str:
             return f"{value:.6g}"
         case str():
             return value
-        case {"$float": str(text)}:  # what JSON has no number for
+        case {"$float": str(text)}:  # JSON has no such number
             return text
         case _:
             return json.dumps(value)
 
 
 def ranks(found: Sequence[int]) -> str:
-    """Ascending ranks: "0-3, 6"."""
+    """Lists ascending ranks: "0-3, 6"."""
     runs: list[list[int]] = []
     for rank in found:
         if runs and runs[-1][1] == rank - 1:
