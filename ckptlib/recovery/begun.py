@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def enter_begun(session: Session, disk: Store) -> None:
-    """Before steps on disks are looked for. Collective. Raises, on all ranks, the errors of a disk or of the store."""
+    """Puts the records of jobs that began on local disks, before steps are looked for there. Collective. Raises, on all
+    ranks, the errors of a disk or of the store."""
     group, what = session.group, "looking for jobs that began on local disks"
 
     def look() -> bytes:

@@ -1,8 +1,8 @@
 """The steps that a job may be restored from, newest first, each in every place that has it: memory, local disks, the
 store.
 
-Listed anew whenever one of them turns out to be unusable: a job that still runs here, or `ckptlib gc`, may have dropped
-it since, and there may be a newer one instead.
+They are listed anew whenever one of them turns out to be unusable: a job that still runs here, or `ckptlib gc`, may
+have dropped it since, and there may be a newer one instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptlib.recovery.local_step import LocalStep
 from ckptlib.saving.session import Session
 
 MAX_LISTINGS = 10
-"""That show newer steps. Whoever drops each of them before it is read saves every few milliseconds."""
+"""Most listings that show newer steps. Whoever drops each of them before it is read saves every few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Candidate:
 
     save: SaveId
     snapshot: SnapshotId | None
-    """None: not from memory."""
+    """The snapshot in memory; None: not from memory."""
     committed: bool
     local: LocalStep | None = None
-    """None: not from local disks."""
+    """The step on local disks; None: not from there."""
 
     @property
     def way(self) -> tuple[SaveId, str, SnapshotId | None]:
-        """What no other candidate has."""
+        """What tells this candidate from all others."""
         return self.save, self.tier, self.snapshot
 
     @property
@@ -51,12 +51,12 @@ class Candidate:
 
 
 class Untried:
-    """The candidates that are left; the same on all ranks."""
+    """The candidates that were not tried yet; the same on all ranks."""
 
     def __init__(
         self, session: Session, inventory: Inventory, on_disks: Mapping[SaveId, LocalStep], step: int | str | None
     ) -> None:
-        """Collective. `step`: nothing but this one; then it is listed once."""
+        """Lists the candidates. Collective. `step`: the only one that counts; then it is listed once."""
         self._session, self._inventory, self._step = session, inventory, step
         self._left = [*_candidates(session, inventory, on_disks, step)]
         self._listed = {candidate.save for candidate in self._left}
@@ -68,11 +68,11 @@ class Untried:
 
     @property
     def next(self) -> SaveId | None:
-        """The step of the next one."""
+        """The step of the next candidate."""
         return self._left[0].save if self._left else None
 
     def take(self) -> Candidate | None:
-        """The next one."""
+        """Returns the next candidate, which counts as tried from then on."""
         if not self._left:
             return None
         candidate = self._left.pop(0)
@@ -84,8 +84,8 @@ class Untried:
         return safer_of(self._inventory, candidate, self._left)
 
     def look_again(self, on_disks: Mapping[SaveId, LocalStep]) -> None:
-        """After one that could not be used. Collective. Raises CheckpointNotFound where steps go as fast as they come:
-        an older one that stays would be the wrong one."""
+        """Lists the candidates again, after one that could not be used. Collective. Raises CheckpointNotFound if steps
+        go as fast as they come: an older one that stays would be the wrong one."""
         if self._step is not None:
             return
         found = [*_candidates(self._session, self._inventory, on_disks)]
@@ -106,8 +106,8 @@ def _candidates(
     on_disks: Mapping[SaveId, LocalStep] | None = None,
     step: int | str | None = None,
 ) -> Iterator[Candidate]:
-    """Newest first; the same on all ranks. Abandoned steps are left out, wherever they are. With `step`, only that one;
-    by its full name also an abandoned one, if the store has it."""
+    """Yields the candidates, newest first; the same on all ranks. Abandoned steps are left out, wherever they are. With
+    `step`, yields only that one; by its full name also an abandoned one, if the store has it."""
     in_memory, on_disks = inventory.whole(), on_disks or {}
 
     def names() -> bytes:
@@ -131,8 +131,8 @@ def _candidates(
 
 
 def safer_of(inventory: Inventory, candidate: Candidate, left: Sequence[Candidate]) -> SaveId | None:
-    """Of those that are left, the newest in memory of which more hosts have each share than of this one. None where
-    there is none, and where the store has this one, or any that would be restored before the other. Pure."""
+    """Returns the newest snapshot among those `left` of which more hosts have each share than of this one. None if
+    there is none, or if the store has this one, or any that would be restored before that snapshot. Pure."""
     if candidate.snapshot is None:
         return None
     least = inventory.copies(candidate.snapshot)
@@ -145,14 +145,14 @@ def safer_of(inventory: Inventory, candidate: Candidate, left: Sequence[Candidat
 
 
 def newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
-    """The snapshot that would be restored if nothing else were tried. Collective."""
+    """Returns the snapshot in memory that would be tried first; None if there is none. Collective."""
     if not inventory.whole():  # on no rank
         return None
     return next((found.save for found in _candidates(session, inventory) if found.snapshot is not None), None)
 
 
 def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Collection[SaveId]) -> SaveId:
-    """Raises CheckpointNotFound."""
+    """Returns the save that `step` means. Raises CheckpointNotFound."""
     if isinstance(step, str) and not is_number(step) and step != "latest":
         return named(step, lambda: [*visible, *committed], url)
     return numbered(step, visible, url)

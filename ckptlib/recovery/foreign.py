@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries in a root that has none of ours: that run may not be meant to begin anew."""
+"""Finds checkpoints of other libraries in a root that has none of ours: that run may not be meant to begin anew."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ PATTERNS = {
 """Names by which checkpoints are known, without their directories."""
 
 OWN = (keys.PACKS, keys.PARTS, keys.STEPS, keys.LAYOUTS, keys.GENERATIONS, keys.TRASH, keys.COPIES)
-"""Directories of a root; packs are safetensors files, too."""
+"""Directories of a root. They are left out: packs are safetensors files, too."""
 
 MOST = 1000
-"""Names that are looked at: a page of a bucket's listing."""
+"""Most names that are looked at: a page of a bucket's listing."""
 
 NAMED = 5
 
 
 def foreign(names: Iterable[str]) -> dict[str, str]:
-    """Of files beside the root's own: each that is a checkpoint's by its name, and which library it is probably of."""
+    """Returns those files beside the root's own that are checkpoints by their names, with the library that each is
+    probably of."""
     found: dict[str, str] = {}
     for name in names:
         if name.startswith(OWN):
@@ -43,7 +44,8 @@ def foreign(names: Iterable[str]) -> dict[str, str]:
 
 
 def warn_of_foreign(store: Store) -> None:
-    """One request, of a root that has no checkpoint. It is a hint: that it cannot be given ends no run."""
+    """Warns of other libraries' checkpoints in a root without any, by one request. It is a hint: an error ends no
+    run."""
     try:
         found = foreign(store.peek(MOST))
     except StoreError as error:

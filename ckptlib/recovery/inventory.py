@@ -30,7 +30,7 @@ class SnapshotId:
 
 
 class SlotPlace(NamedTuple):
-    """Of a slot: no other has both."""
+    """Identifies a slot: no other has both."""
 
     memory: str
     path: str
@@ -42,9 +42,9 @@ class Found:
 
     snapshot: SnapshotId
     rank: int
-    """Whose share of the snapshot it holds."""
+    """The rank whose share of the snapshot it holds."""
     memory: str
-    """Where it is; ranks that share this memory can open the path."""
+    """Name of the memory that it lies in; ranks that share this memory can open the path."""
     path: str
     layout: str
     """Digest of its layout."""
@@ -74,12 +74,12 @@ class Found:
 
 
 def snapshot_id(header: SlotHeader) -> SnapshotId:
-    """The snapshot that a slot holds a share of."""
+    """Returns the id of the snapshot that a slot holds a share of."""
     return SnapshotId(header.save, header.number, header.world_size)
 
 
 def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
-    """The ready ones of a root. One that is torn, or not ready, is as good as none."""
+    """Returns the ready slots of a root. One that is torn, or not ready, is as good as none."""
     found = []
     for slot in slots:
         try:
@@ -100,9 +100,9 @@ def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
 
 
 def describe(found: Iterable[Found], memories: Iterable[str], host: str, cores: Iterable[int]) -> bytes:
-    """One rank's findings, and the memories in which it can open slots, its own first.
+    """Encodes one rank's findings, and the memories in which it can open slots, its own first.
 
-    `host`: the machine that it runs on; `cores`: by number, those that it may run on.
+    `host`: the machine that it runs on; `cores`: the numbers of those that it may run on.
     """
     rows, mask = [f.to_json() for f in found], sum(1 << core for core in {*cores})
     return json.dumps({"found": rows, "memories": list(memories), "host": host, "cores": f"{mask:x}"}).encode()
@@ -122,7 +122,7 @@ class Inventory:
     def __init__(self, told: Sequence[bytes]) -> None:
         """`told`: each rank's description, by rank."""
         self.memories: list[list[str]] = []
-        """By rank."""
+        """By rank: the memories in which it can open slots."""
         self._cores: list[tuple[str, int]] = []
         """By rank: its host, and a bit for each core of that host that it may run on."""
         found: set[Found] = set()
@@ -138,18 +138,18 @@ class Inventory:
                 self._readers.setdefault(memory, []).append(rank)
 
     def cores_each(self, rank: int) -> int:
-        """Of the cores that a rank may run on, its share, where other ranks of its host may run on them, too; 1 or
+        """Returns a rank's share of the cores that it may run on, if other ranks of its host may run on them, too; 1 or
         more."""
         host, mine = self._cores[rank]
         users = sum(there == host and bool(theirs & mine) for there, theirs in self._cores)
         return max(1, mine.bit_count() // users)
 
     def drop(self, damaged: Collection[SlotPlace]) -> None:
-        """Drops copies that proved damaged; on all ranks alike."""
+        """Drops copies that proved damaged; all ranks drop the same."""
         self._found = [f for f in self._found if f.place not in damaged]
 
     def of(self, snapshot: SnapshotId) -> dict[int, list[Found]]:
-        """Its slots, by the rank whose share they hold."""
+        """Returns the slots of a snapshot, by the rank whose share they hold."""
         slots: dict[int, list[Found]] = {}
         for found in self._found:
             if found.snapshot == snapshot and found.memory in self._readers:
@@ -157,7 +157,7 @@ class Inventory:
         return slots
 
     def whole(self) -> list[SnapshotId]:
-        """Snapshots of which every rank's share is there, newest first.
+        """Returns the snapshots of which every rank's share is there, newest first.
 
         A snapshot that the job had no time to vote upon is voted upon here.
         """
@@ -165,7 +165,7 @@ class Inventory:
         return sorted((s for s in ids if self._is_whole(s, self.of(s))), reverse=True)
 
     def in_part(self) -> dict[SaveId, list[int]]:
-        """Snapshots that are not whole, and the ranks whose shares are lacking."""
+        """Returns the snapshots that are not whole, and the ranks whose shares are lacking."""
         ids = {found.snapshot for found in self._found}
         return {s.save: lacking for s in ids if (lacking := sorted({*range(s.world_size)} - self.of(s).keys()))}
 
@@ -173,17 +173,17 @@ class Inventory:
         return len(slots) == snapshot.world_size and alike(Check.parse(there[0].check) for there in slots.values())
 
     def copies(self, snapshot: SnapshotId) -> int:
-        """So many memories at least have each share of a whole one."""
+        """Returns how many memories, at least, have each share of a whole snapshot."""
         return min(len({found.memory for found in there}) for there in self.of(snapshot).values())
 
     def readers(self, snapshot: SnapshotId, saved: Collection[int]) -> tuple[int, ...]:
-        """The ranks that can open slots with the shares of all these saved ranks."""
+        """Returns the ranks that can open slots with the shares of all these saved ranks."""
         slots = self.of(snapshot)
         sets = [{r for f in slots.get(rank, []) for r in self._readers[f.memory]} for rank in saved]
         return tuple(sorted(set.intersection(*sets))) if sets else ()
 
     def moves(self, snapshot: SnapshotId, needs: Sequence[Collection[int]]) -> list[Transfer]:
-        """The shards that must be read out to ranks that cannot open a copy themselves. Pure.
+        """Returns the slots that must be read out to ranks that cannot open a copy themselves. Pure.
 
         `needs`: by rank, the saved ranks whose shares it needs. Raises CorruptData when a share is nowhere.
         """
@@ -206,6 +206,6 @@ class Inventory:
 
 
 def by_rank(found: Mapping[int, list[Found]], memories: Collection[str]) -> dict[int, Found]:
-    """Of each saved rank: a slot in these memories."""
+    """Returns a slot in these memories for each saved rank that has one there."""
     near = ((rank, [f for f in there if f.memory in memories]) for rank, there in found.items())
     return {rank: there[0] for rank, there in near if there}

@@ -28,12 +28,12 @@ def keep_restored(
 ) -> Pending | None:
     """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
 
-    Only for a state that was restored whole: else a part of the step would stand for all of it. `marks`: of the step.
-    Retention keeps it as if it had not been saved again. `generators`: those of the step; an object's `state_dict()`
-    may draw from the process's own, as that of a data loader does which begins to iterate in it.
+    Only for a state that was restored whole: else a part of the step would stand for all of it. `marks`: the step's, so
+    that retention keeps it as if it had not been saved again. `generators`: the step's; an object's `state_dict()` may
+    draw from the process's own, as that of a data loader does which begins to iterate in it.
 
-    Returns the save, if there is one. Where the ranks have no room for it, the job goes on without; where the store
-    lacks it, too, `attempts` are told of the step, and why.
+    Returns the save, if there is one. If the ranks have no room for it, the job goes on without; if the store lacks the
+    step, too, `attempts` are told of it, and why.
     """
     with_peers = session.settings.peers is not None
     if report.save is None or (report.committed and not with_peers):

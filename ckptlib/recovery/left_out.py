@@ -1,4 +1,4 @@
-"""Snapshots in the memory of a job's hosts that are newer than the step that it goes on from, and what is told of them.
+"""Tells of snapshots in the memory of a job's hosts that are newer than the step that it goes on from.
 
 Whoever starts a job again may not know which step it had come to.
 """
@@ -22,15 +22,16 @@ log = logging.getLogger(__name__)
 def tell_left_out(
     session: Session, inventory: Inventory, in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None
 ) -> None:
-    """By rank 0. `in_part`: those that were not whole before any was found to be damaged, which is told elsewhere."""
+    """Tells of snapshots that are left out, by rank 0. `in_part`: those that were not whole before any was found to be
+    damaged, which is told elsewhere."""
     if session.group.rank == 0:
         _tell_in_part(in_part, restored)
         _tell_unrecorded(session.catalog, inventory, restored)
 
 
 def _tell_in_part(in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None) -> None:
-    """Of the newest snapshot that is left out since it is not whole: all ranks may have held it. Behind one in memory
-    it was most probably on its way."""
+    """Tells of the newest snapshot that is left out since it is not whole: all ranks may have held it. After a restore
+    from memory, it was most probably on its way."""
     newer = [save for save in in_part if restored is None or save > restored.save]
     if newer:
         log.log(
@@ -44,8 +45,8 @@ def _tell_in_part(in_part: Mapping[SaveId, Sequence[int]], restored: Candidate |
 
 
 def _tell_unrecorded(catalog: Catalog, inventory: Inventory, restored: Candidate | None) -> None:
-    """Of the newest that does not count since the store lacks the record of its generation; others were abandoned, as
-    by a rewind. It is a hint: that it cannot be given ends no run."""
+    """Tells of the newest snapshot that does not count since the store lacks the record of its generation; others were
+    abandoned, as by a rewind. It is a hint: a failure here ends no run."""
     least = -1 if restored is None else restored.save.step
     newer = [snapshot.save for snapshot in inventory.whole() if snapshot.save.step > least]
     if not newer:

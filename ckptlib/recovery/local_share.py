@@ -19,16 +19,16 @@ from ckptlib.format.part import Part
 from ckptlib.recovery.remote_slots import RemoteBytes
 
 _PACK_BYTES = 1 << 44
-"""More than a pack has."""
+"""More bytes than a pack has."""
 
 _LENGTH = struct.Struct("<Q")
 
 
 class LocalShare:
-    """On this host; to be read out. From any thread."""
+    """A share on this host, to be read out. Any thread may use it."""
 
     def __init__(self, disk: Catalog, name: PartName) -> None:
-        """Raises CorruptData, FormatError, StoreError."""
+        """Reads the part. Raises CorruptData, FormatError, StoreError."""
         self.where = f"{disk.store.url}/{name.key}"
         self._store = disk.store
         part = disk.store.get(name.key)
@@ -40,7 +40,7 @@ class LocalShare:
         return (1 + len(self._packs)) * _PACK_BYTES
 
     def view(self, at: int, nbytes: int) -> memoryview:
-        """Raises FormatError, StoreError."""
+        """Returns bytes of the part or of a pack. Raises FormatError, StoreError."""
         n, offset = divmod(at, _PACK_BYTES)
         if n == 0:
             return self._part[offset : offset + nbytes]
@@ -48,13 +48,13 @@ class LocalShare:
 
 
 class RemoteShare:
-    """On another host. From any thread; raises as `RemoteBytes.read_at` does."""
+    """A share on another host. Any thread may use it; raises as `RemoteBytes.read_at` does."""
 
     def __init__(self, there: RemoteBytes) -> None:
         self._there = there
 
     def part(self) -> bytes:
-        """Raises FormatError, too, where it is too large to be one."""
+        """Returns the part. Raises FormatError, too, if it is too large to be one."""
         head = bytearray(_LENGTH.size)
         self._read_at(0, memoryview(head))
         (nbytes,) = _LENGTH.unpack(head)
@@ -65,7 +65,7 @@ class RemoteShare:
         return bytes(part)
 
     def read_into(self, pack: int, offset: int, buffer: memoryview) -> None:
-        """`pack`: its position in the part."""
+        """Fills `buffer` from a pack. `pack`: its position in the part."""
         self._read_at((1 + pack) * _PACK_BYTES + offset, buffer)
 
     def _read_at(self, at: int, buffer: memoryview) -> None:

@@ -1,8 +1,9 @@
-"""A step on the local disks of the job's hosts, as a source for a Reader: which ones are whole, and how one is read.
+"""A step on the local disks of the job's hosts, as a source for a Reader: which steps are whole, and how one is read.
 
 Each rank lists its own host's disk. It tells the others which parts of the newest visible saves it has, and all
 conclude the same. A rank reads on its own host what is there. Tensors that all ranks want are read where they lie, and
-broadcast. What else a rank needs, such as a box that its replica wrote, a rank of the host that has it reads out to it.
+broadcast. Whatever else a rank needs, such as a box that its replica wrote, is read out to it by a rank of the host
+that has it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ckptlib.stores.io_limits import IoLimits
 log = logging.getLogger(__name__)
 
 LOOKED_AT = 16
-"""Saves on the job's history, newest first; older ones are looked at when one of them is asked for."""
+"""How many saves on the job's history are looked at, newest first; older ones only when one of them is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +48,23 @@ class LocalStep:
 
     save: SaveId
     parts: tuple[PartName, ...]
-    """By saved rank."""
+    """By saved rank: its part."""
     seen: tuple[frozenset[int], ...]
     """By rank of this job: the saved ranks whose parts are on its host's disk."""
 
 
 def saves_on(disk: Catalog) -> bytes:
-    """The saves that this rank's host has something of. Raises StoreError."""
+    """Returns the saves that this rank's host has something of. Raises StoreError."""
     return "\n".join(map(str, _parts_on(disk))).encode()
 
 
 def parse_saves(told: Sequence[bytes]) -> set[SaveId]:
-    """Of all ranks. `told`: by rank, see `saves_on`."""
+    """Returns the saves of all ranks. `told`: by rank, see `saves_on`."""
     return {parse_save(line) for data in told for line in data.decode().splitlines()}
 
 
 def newest(visible: Sequence[SaveId], on_disks: Collection[SaveId], step: int | str | None) -> list[SaveId]:
-    """Those to be looked at. Pure. `visible`: on the job's history, ascending. `step`: only what it may mean."""
+    """Returns the saves to look at. Pure. `visible`: the job's history, ascending. `step`: only what it may mean."""
     there = [save for save in visible if save in on_disks]
     if step not in (None, "latest"):
         return [save for save in there if str(step) in (str(save.step), str(save))]
@@ -76,7 +77,7 @@ def _parts_on(disk: Catalog) -> Mapping[SaveId, Mapping[int, list[PartName]]]:
 
 
 def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
-    """The parts of these saves on this rank's host: of each save its number of ranks, and the keys of the parts.
+    """Returns the parts of these saves on this rank's host: of each save its number of ranks, and the parts' keys.
 
     Raises StoreError.
     """
@@ -94,7 +95,7 @@ def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
 
 
 def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
-    """The steps that are whole. `told`: each rank's findings, by rank. Pure; the same on all ranks."""
+    """Returns the steps that are whole. `told`: each rank's findings, by rank. Pure; the same on all ranks."""
     by_rank = [json.loads(data) for data in told]
     found: dict[SaveId, LocalStep] = {}
     for text in {save for rows in by_rank for save in rows}:
@@ -110,7 +111,7 @@ def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
 
 
 class Move(NamedTuple):
-    """What one rank reads out to another."""
+    """A share that one rank reads out to another."""
 
     saved: int
     """The saved rank whose share it is."""
@@ -119,7 +120,7 @@ class Move(NamedTuple):
 
 
 def moves(seen: Sequence[frozenset[int]], needs: Sequence[Collection[int]]) -> list[Move]:
-    """The shares that ranks need, and do not have on their hosts. Pure.
+    """Returns the shares that ranks need, and do not have on their hosts. Pure.
 
     `seen`: see `LocalStep`. `needs`: by rank, the saved ranks whose shares it needs.
     """
@@ -137,12 +138,12 @@ def moves(seen: Sequence[frozenset[int]], needs: Sequence[Collection[int]]) -> l
 
 
 class OnDisks:
-    """One such step; of all ranks together, though each reads its own host's disk."""
+    """Such a step as a source, for all ranks together, though each reads its own host's disk."""
 
     def __init__(
         self, group: Group, over: dist.ProcessGroup | None, disk: Catalog, step: LocalStep, timeout: timedelta
     ) -> None:
-        """Collective. Raises, on all ranks, the error of a damaged part or layout."""
+        """Reads the layouts. Collective. Raises, on all ranks, the error of a damaged part or layout."""
         self._group, self._over, self._disk, self._step = group, over, disk, step
         self._timeout = timeout
         self.save, self.world_size = step.save, len(step.parts)
@@ -153,14 +154,14 @@ class OnDisks:
         self._far: dict[int, RemoteShare] = {}
         """By saved rank: the shares that this rank has from other hosts."""
         self._packs: dict[str, tuple[RemoteShare, int]] = {}
-        """By key: the packs of these, each by its position in the part."""
+        """By key: the packs of these shares, each with its share and its position in the part."""
         told = together(group, f"opening step {step.save.step} on local disks", self._own_layouts)
         rows = [(str(digest), rank) for data in group.gather(told) for rank, digest in json.loads(data)]
         self.layouts: Mapping[str, tuple[int, ...]] = ranks_by_layout(sorted(rows, key=lambda row: row[1]))
         self._decoded = {digest: self._share_layout(digest, ranks[0]) for digest, ranks in self.layouts.items()}
 
     def _first(self, saved: int) -> int:
-        """The rank of this job that reads a saved rank's part for all."""
+        """Returns the rank of this job that reads a saved rank's part for all."""
         return next(rank for rank, seen in enumerate(self._step.seen) if saved in seen)
 
     def _own_layouts(self) -> bytes:
@@ -168,7 +169,7 @@ class OnDisks:
         return json.dumps([[saved, self._read(saved).table.layout] for saved in mine]).encode()
 
     def _share_layout(self, digest: str, saved: int) -> Layout:
-        """Read by one rank, and told to all. Collective."""
+        """Returns a layout, which one rank reads, and tells to all. Collective."""
         owner = self._first(saved)
 
         def read() -> bytes:
@@ -193,7 +194,7 @@ class OnDisks:
             raise NotBrought(f"the part of rank {rank} is on the disk of another host", rank)
         name = self._step.parts[rank]
         part = Part.decode(name, far.part())
-        part.table.check(self._decoded[part.table.layout], name.key)  # which this host's disk may lack
+        part.table.check(self._decoded[part.table.layout], name.key)  # this host's disk may lack it
         self._packs.update((pack.key, (far, n)) for n, pack in enumerate(part.packs))
         return part
 
@@ -218,11 +219,11 @@ class OnDisks:
         return GATHERED if self._far else IoLimits()
 
     def near(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """The ranks of this job that have the parts of all these saved ranks on their host."""
+        """Returns the ranks of this job that have the parts of all these saved ranks on their host."""
         return tuple(rank for rank, seen in enumerate(self._step.seen) if seen.issuperset(ranks))
 
     def bring(self, ranks: Collection[int]) -> None:
-        """Those that are not here are read out by ranks of other hosts from now on. Collective."""
+        """Has ranks of other hosts read out, from now on, those of these shares that are not here. Collective."""
         told = self._group.gather(json.dumps(sorted(ranks)).encode())
         needs = [{*json.loads(data)} - there for data, there in zip(told, self._there, strict=True)]
         lacking = moves(self._step.seen, needs)
@@ -250,5 +251,5 @@ class OnDisks:
 
 
 def _damage(error: StoreError) -> CkptError:
-    """Whatever a disk of one host has is no reason not to try another copy."""
+    """Returns the error as one copy's own: whatever a disk of one host has is no reason not to try another copy."""
     return error if isinstance(error, (ObjectNotFound, ObjectUnreadable)) else ObjectUnreadable(str(error))

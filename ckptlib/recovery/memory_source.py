@@ -1,7 +1,7 @@
 """A snapshot in the memory of the job's hosts, as a source for a Reader.
 
-A rank reads a shard where it lies: on its own host, or on another one, a rank of which reads it out. A slot that proves
-damaged is dropped by all ranks, and the next copy is tried.
+A rank reads a shard where it lies: on its own host, or on another one, a rank of which reads it out. All ranks drop a
+slot that proves damaged, and try the next copy.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ckptlib.stores.io_limits import THREADS, IoLimits
 log = logging.getLogger(__name__)
 
 CACHED = IoLimits(most=4 * 1024 * 1024, piece=256 * 1024)
-"""Of slots on this host, but for the threads. Two ranks at once on two cores with 2 MiB of L2, 0.5 GB in tensors of 3.3
-MB, read and checked: 0.30 s per GB a tensor at a time, 0.26 in pieces of 128 to 512 KiB, 0.28 in those of 1 MiB; the
-bare read takes 0.22."""
+"""Limits for slots on this host, but for the threads. Two ranks at once on two cores with 2 MiB of L2, 0.5 GB in
+tensors of 3.3 MB, read and checked: 0.30 s per GB a tensor at a time, 0.26 in pieces of 128 to 512 KiB, 0.28 in those
+of 1 MiB; the bare read takes 0.22."""
 
 
 class _Share(NamedTuple):
-    """The part of a snapshot that one rank needs."""
+    """The share of a saved rank that one rank needs."""
 
     reader: int
     saved: int
@@ -51,7 +51,7 @@ class _Share(NamedTuple):
 
 
 class InMemory:
-    """Of all ranks together; `layout`, `part` and `read_into` are each rank's own."""
+    """A snapshot in memory as a source, for all ranks together. `layout`, `part`, `read_into` are each rank's own."""
 
     where, in_memory = "memory", True
 
@@ -63,7 +63,7 @@ class InMemory:
         snapshot: SnapshotId,
         timeout: timedelta,
     ) -> None:
-        """Collective."""
+        """Reads the layouts. Collective."""
         self._group = group
         self._over = over
         self._inventory = inventory
@@ -72,18 +72,18 @@ class InMemory:
         self._cached = replace(CACHED, threads=min(THREADS, inventory.cores_each(group.rank)))
         self._opening = threading.Lock()
         self._slots: dict[str, ReadableSlot] = {}
-        """By path: here and on other hosts."""
+        """By path: the slots of this host and of others."""
         self._asked: set[str] = set()
         """Slots that this rank has opened to read from, or tried to."""
         self._readers: dict[int, SnapshotReader] = {}
         self._read: dict[str, Snapshot] = {}
         self._at: dict[int, Found] = {}
-        """By saved rank: where this rank reads its share."""
+        """By saved rank: the slot in which this rank reads its share."""
         self._moves: dict[_Share, Transfer] = {}
         """Shards that are on other hosts only; the same on all ranks."""
         self._exchange: Exchange[Found] | None = None
         self._any_damaged = False
-        """The same on all ranks."""
+        """Whether any slot proved damaged; the same on all ranks."""
         self.save = snapshot.save
         self.world_size = snapshot.world_size
         there = sorted(inventory.of(snapshot).items())
@@ -92,12 +92,12 @@ class InMemory:
 
     @property
     def num_received(self) -> int:
-        """Slots of other hosts that this rank reads from."""
+        """Number of slots of other hosts that this rank reads from."""
         return sum(share.reader == self._group.rank for share in self._moves)
 
     @property
     def nbytes_received(self) -> int:
-        """All that other hosts have read out to this rank."""
+        """Bytes that other hosts have read out to this rank."""
         return 0 if self._exchange is None else self._exchange.nbytes_received
 
     # What a Reader asks
@@ -136,13 +136,13 @@ class InMemory:
     # Where it is
 
     def near(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """The ranks of this job that have the shares of all these saved ranks on their host."""
+        """Returns the ranks of this job that have the shares of all these saved ranks on their host."""
         return self._inventory.readers(self._snapshot, ranks)
 
     def bring(self, ranks: Collection[int]) -> None:
         """Makes the shares of these saved ranks readable here. Collective.
 
-        Raises CorruptData when no whole copy of one is left, on all ranks; ObjectNotFound where none was damaged.
+        Raises CorruptData, on all ranks, when no whole copy of one is left; ObjectNotFound if none was damaged.
         """
         needs = [json.loads(data) for data in self._group.gather(json.dumps(sorted(ranks)).encode())]
         try:
@@ -162,7 +162,7 @@ class InMemory:
         self._at |= by_rank(self._inventory.of(self._snapshot), memories)
 
     def _offer(self, moves: list[Transfer]) -> None:
-        """These are read out from now on. Collective."""
+        """Offers slots, which are read out from now on. Collective."""
         if self._exchange is None:
             link = link_among(self._group, self._over, self._timeout)
             self._exchange = Exchange(link, self._timeout, self._open_here)
@@ -171,7 +171,7 @@ class InMemory:
         def offered() -> None:
             self._slots |= {found.path: RemoteSlot(there, found) for found, there in exchange.add(moves).items()}
 
-        # on all ranks, before any asks; where one has no thread to serve with, the next candidate is tried by all
+        # on all ranks, before any asks; if one has no thread to serve with, all try the next candidate
         together(self._group, "offering snapshots", offered)
 
     def _snapshot_in(self, found: Found) -> Snapshot:
@@ -182,8 +182,8 @@ class InMemory:
         return self._read[found.path]
 
     def _held(self, found: Found) -> tuple[ReadableSlot, SlotHeader]:
-        """The slot, and its header. Raises ObjectNotFound where it does not hold that snapshot any more: its job lives,
-        or has ended as this one began."""
+        """Returns the slot, and its header. Raises ObjectNotFound if it does not hold that snapshot any more: its job
+        lives, or has ended as this one began."""
         try:
             slot = self._open(found)
             header = slot.read_header()
@@ -197,21 +197,22 @@ class InMemory:
         return slot, header
 
     def _open(self, found: Found) -> ReadableSlot:
-        """To be read by this rank. From any thread."""
+        """Returns a slot that this rank can read. Any thread may call it."""
         self._asked.add(found.path)
         if found.memory in self._inventory.memories[self._group.rank]:
             return self._open_here(found)
         return self._slots[found.path]
 
     def _open_here(self, found: Found) -> ReadableSlot:
-        """From any thread: once, since to close a second descriptor would drop the locks of the first."""
+        """Opens a slot of this host once, since closing a second descriptor would drop the locks of the first. Any
+        thread may call it."""
         with self._opening:
             if found.path not in self._slots:
                 self._slots[found.path] = Slot.open(Path(found.path))
             return self._slots[found.path]
 
     def _share_layout(self, digest: str) -> Layout:
-        """From the first copy that is whole. Collective. Raises one of UNUSABLE when there is none."""
+        """Returns a layout from the first copy that is whole. Collective. Raises one of UNUSABLE when there is none."""
         copies = [f for there in self._inventory.of(self._snapshot).values() for f in there if f.layout == digest]
         for n, found in enumerate(copies, 1):
             try:
@@ -224,7 +225,7 @@ class InMemory:
         raise AssertionError("a layout that no slot has")
 
     def _read_layout(self, digest: str, found: Found) -> Layout:
-        """Read by one rank, and spread. Collective."""
+        """Reads a layout on one rank, and spreads it. Collective."""
         owner = next(r for r, memories in enumerate(self._inventory.memories) if found.memory in memories)
         buffer = torch.zeros(found.layout_nbytes, dtype=torch.uint8, device="cpu")
 
@@ -243,8 +244,8 @@ class InMemory:
     # Damage, and the end
 
     def drop_damaged(self) -> bool:
-        """Checks every slot that this rank has opened, and drops damaged ones. Returns whether any rank found damage.
-        What is damaged is used no more.
+        """Checks every slot that this rank has opened, and drops those that are damaged or gone, which are used no
+        more. Returns whether any rank has dropped one.
 
         Collective; after a load failed.
         """
@@ -269,11 +270,11 @@ class InMemory:
         self._any_damaged = self._any_damaged or any(damaged for rows in told for _, damaged in rows)
         self._inventory.drop(dropped)
         self._moves = {k: m for k, m in self._moves.items() if m.found.place not in dropped}
-        self._at = {rank: f for rank, f in self._at.items() if f.place not in dropped}  # where a bring fails, too
+        self._at = {rank: f for rank, f in self._at.items() if f.place not in dropped}  # if a bring fails, too
         return bool(dropped)
 
     def _why_gone(self, found: Found) -> ObjectNotFound | None:
-        """None where the slot holds that snapshot still."""
+        """Returns why the slot does not hold that snapshot any more; None if it does."""
         try:
             self._held(found)
         except AgreementFailed:

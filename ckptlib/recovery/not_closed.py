@@ -1,6 +1,6 @@
 """Other Checkpointers of this process that save to the same root, and that nobody has closed.
 
-Slots and locks tell a job of the writers of other processes only. What this process writes itself it must ask.
+Slots and locks tell a job only of the writers of other processes. What this process writes itself it must ask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def await_others(session: Session) -> None:
-    """Waits until what they have under way by now is saved, or has failed: a restore would take an older step, or
-    begin anew, and the first save after it would be their end. Collective. Raises WaitTimeout.
-    """
+    """Waits until what they have under way by now is saved, or has failed: otherwise a restore would take an older
+    step, or begin anew, and the first save after it would be their end. Collective. Raises WaitTimeout."""
 
     def wait() -> None:
         for other in session.others:
@@ -32,7 +31,7 @@ def await_others(session: Session) -> None:
 
 
 def await_all(group: Group, url: str) -> None:
-    """As `await_others`, for whoever looks for a step of a root before there is a session. Collective."""
+    """Does the same for a caller that looks for a step of a root before there is a session. Collective."""
 
     def wait() -> None:
         for session in not_closed(url):
@@ -62,15 +61,15 @@ def _await(other: Session) -> None:
 
 
 def _under_way(other: Session) -> set[int]:
-    """Steps that it may save yet. One that is expected, and that nobody copies any more, never comes: whoever took it
-    was interrupted, as by Ctrl-C."""
+    """Returns the steps that it may yet save. One that is expected, and that nobody copies any more, never comes:
+    whoever took it was interrupted, as by Ctrl-C."""
     expected = {parse_save(save).step for save in other.writer.expected}
     expected &= {*other.snapshots.settling_steps}
-    return expected | {parse_save(save).step for save in other.writer.awaited}  # last: it is where they go from there
+    return expected | {parse_save(save).step for save in other.writer.awaited}  # last: expected saves go there
 
 
 def _warn_of_memory(other: Session) -> None:
-    """It has its slots open, so that nobody else in this process may look into them."""
+    """Warns of a step in its memory only: its slots are open, so nobody else in this process may look into them."""
     newest = other.snapshots.own.newest
     if other.settings.peers is not None and newest > other.newest_step:
         log.warning(

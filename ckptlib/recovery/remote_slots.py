@@ -6,9 +6,9 @@ travel, straight to their place.
     the reader's own buffer                           <--  the bytes, out of memory or from a disk; or as many zeros
     verdict                                           <--  good, or why they are zeros
 
-Both know the offers, from the plan on which all ranks agreed; they are numbered in its order. An asker has a few
-streams to each server, so that a transfer goes on while a reader checks what came; one request under way in each. A
-server has a few threads, which answer whoever asks next: a job of a thousand ranks has servers with hundreds of askers.
+Both ends know the offers, from the plan on which all ranks agreed; they are numbered in its order. An asker has a few
+streams to each server, with one request under way in each, so that a transfer goes on while a reader checks what came.
+A server has a few threads, which answer whoever asks next: in a job of a thousand ranks, hundreds may.
 
 What a peer asks or sends is hostile until checked: a server reads nothing but what was offered to that asker, and
 whoever reads compares digests.
@@ -42,30 +42,30 @@ from ckptlib.stores.io_limits import RUN_BYTES, IoLimits
 log = logging.getLogger(__name__)
 
 STREAMS = 4
-"""For each pair of an asker and a server; and a server's threads."""
+"""Streams for each pair of an asker and a server; also a server's threads."""
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""The most that one request asks for; a larger request is not answered."""
+"""Most bytes that one request asks for; a larger request is not answered."""
 
 GATHERED = IoLimits(most=RUN_BYTES // 2, direct_from=RUN_BYTES // 2, threads=STREAMS)
-"""Of what is on other hosts: tensors of a few megabytes come several at a time, since each message costs gloo as much
-CPU as a copy of some megabytes. Their buffers are fresh memory: 0.5 GB in tensors of 3.3 MB took 0.60 s with eight of
-16 MiB, 0.47 with four, and 0.40 with four of 8 MiB."""
+"""Limits for what is on other hosts: tensors of a few megabytes come several at a time, since each message costs gloo
+as much CPU as a copy of some megabytes. Their buffers are fresh memory: 0.5 GB in tensors of 3.3 MB took 0.60 s with
+eight of 16 MiB, 0.47 with four, and 0.40 with four of 8 MiB."""
 
 _REQUEST = struct.Struct("<QQQQ")
-"""Which offer, the first byte, how many, and in which stream they are to come."""
+"""The number of the offer, the first byte, how many bytes, and the stream in which they are to come."""
 
 _DONE = 2**64 - 1
-"""Instead of an offer, once for each thread: no rank has more requests."""
+"""Sent instead of an offer, once for each thread: no rank has more requests."""
 
 DONE_WITHIN_S = 5.0
-"""The most that a rank waits for that once all have agreed: who is to send it may have died since."""
+"""How long a rank waits for _DONE once all have agreed: the rank that is to send it may have died since."""
 
 _VERDICT = struct.Struct("<?I507s")
-"""Whether the bytes are the slot's; where they are not, why: so many bytes of UTF-8, with the error's class."""
+"""Whether the bytes are the slot's; if not, why: the length of a text, the text in UTF-8, with the error's class."""
 
 _SAID = {cls.__name__: cls for cls in (*UNUSABLE, NewerFormat)}
-"""The classes that are raised where a server says so: a step fares as if this rank had read it itself."""
+"""Classes that are raised if a server names them: a step fares as if this rank had read it itself."""
 
 
 T = TypeVar("T", bound=Hashable)
@@ -73,51 +73,52 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Offered(Protocol):
-    """Bytes that a rank reads out, from the first up to `end`. From any thread."""
+    """Bytes that a rank reads out, from the first up to `end`. Any thread may use it."""
 
     where: str
-    """For people."""
+    """The place, for messages."""
 
     @property
     def end(self) -> int: ...
 
     def view(self, at: int, nbytes: int) -> memoryview:
-        """So many bytes from this one on; fewer where it ends. Raises CkptError."""
+        """Returns `nbytes` bytes from this one on; fewer where it ends. Raises CkptError."""
 
 
 def link_among(group: Group, over: dist.ProcessGroup | None, timeout: timedelta) -> Link:
-    """Between the ranks of a group, which is over `over`; collective. Raises AgreementFailed.
+    """Connects the ranks of a group, which is over `over`; collective. Raises AgreementFailed.
 
-    Who dies just before it connects is not waited for: the group tells.
+    A rank that dies just before it connects is not waited for: the group tells.
     """
     assert over is not None, "one process has all that it restores itself"
     return together_while_all_live(group, "connecting", lambda: Link(over, timeout))
 
 
 class Exchange(Generic[T]):
-    """The reading out between ranks: both ends of it on this rank. Main thread; its own threads serve."""
+    """The reading out between ranks: both ends of it on this rank. For the main thread; its own threads serve."""
 
     def __init__(self, link: Link, timeout: timedelta, open_here: Callable[[T], Offered]) -> None:
-        """`link`: of its own; it is closed with this. `open_here`: of this host; from any thread."""
+        """`link`: for this alone, and closed with it. `open_here`: opens what this host offers, from any thread."""
         self._link = link
         self._timeout = timeout
         self._open = open_here
         self._offers: dict[int, list[T]] = {}
-        """By asker."""
+        """By asker: what this rank offers to it."""
         self._first_askers: dict[int, int] = {}
-        """By server: the rank that ends its threads."""
+        """By server: the first rank that asks it, which ends its threads."""
         self._threads: list[threading.Thread] = []
         self._zeros = memoryview(b"")
         self._remotes: dict[int, Remote] = {}
-        """By server."""
+        """By server: that rank."""
 
     @property
     def nbytes_received(self) -> int:
         return sum(remote.nbytes_received for remote in self._remotes.values())
 
     def add(self, moves: Iterable[tuple[T, int, int]]) -> dict[T, RemoteBytes]:
-        """`moves`: what, who reads it out from now on, and to whom. Returns what others read out to this rank. All
-        ranks add the same. Raises ObjectUnreadable where this rank has no thread to serve with: all are added then."""
+        """Adds offers. `moves`: what is offered, who reads it out from now on, and to whom. Returns what others read
+        out to this rank. All ranks add the same. Raises ObjectUnreadable if this rank has no thread to serve with: all
+        are added then."""
         added = {}
         for what, sender, receiver in moves:
             self._first_askers.setdefault(sender, receiver)
@@ -157,7 +158,7 @@ class Exchange(Generic[T]):
             log.error("a thread that reads out to other ranks ends: %s", error)
 
     def _answer(self, asker: int, number: int, at: int, nbytes: int, stream: int) -> None:
-        """Also where the asker is gone, or asks for what cannot be answered: others ask next."""
+        """Answers a request. Survives an asker that is gone, or asks for what cannot be answered: others ask next."""
         who = self._link.global_rank(asker)
         if not 0 < nbytes <= PIECE_BYTES or stream >= STREAMS:
             log.error("rank %d asks for %d bytes in stream %d, expected 1 to %d", who, nbytes, stream, PIECE_BYTES)
@@ -172,7 +173,7 @@ class Exchange(Generic[T]):
             log.error("%s", error)
 
     def _read_out(self, asker: int, number: int, at: int, nbytes: int) -> tuple[memoryview, str]:
-        """The requested bytes; or zeros, and why."""
+        """Returns the requested bytes; or zeros, and why."""
         try:
             found = self._offered(asker, number)
             data = found.view(at, nbytes)
@@ -190,9 +191,9 @@ class Exchange(Generic[T]):
         return self._open(offers[number])
 
     def close(self, together: bool) -> None:
-        """`together`: whether all ranks come here, having agreed that none reads any more. Else those that read from
-        this rank are told at once. Threads that wait for a request then are left, and the link, which would be closed
-        under them; so are they where the rank that was the first to ask is gone."""
+        """Ends the exchange. `together`: whether all ranks come here, having agreed that none reads any more. If not,
+        those that read from this rank are told at once. Threads that wait for a request then are left, and so is the
+        link, which would be closed under them; so are they if the rank that was the first to ask is gone."""
         if together:
             self._send_done()
             deadline = time.monotonic() + DONE_WITHIN_S
@@ -204,12 +205,12 @@ class Exchange(Generic[T]):
             self._link.close()
 
     def _send_done(self) -> None:
-        """To the threads of the ranks that this one was the first to ask."""
+        """Tells the threads of the ranks that this one was the first to ask that there are no more requests."""
         word = memoryview(bytearray(_REQUEST.pack(_DONE, 0, 0, 0)))
         servers = [server for server, asker in self._first_askers.items() if asker == self._link.rank]
         try:
             sent = [self._link.begin_request(server, word) for server in servers for _ in range(STREAMS)]
-            for _ in range(STREAMS - len(self._threads) if self._offers else 0):  # which could not be started
+            for _ in range(STREAMS - len(self._threads) if self._offers else 0):  # for threads that did not start
                 self._link.recv_request(memoryview(bytearray(_REQUEST.size)))
             for wait in sent:
                 wait()
@@ -218,10 +219,10 @@ class Exchange(Generic[T]):
 
 
 class Remote:
-    """Another rank that offers something to this one. From any thread."""
+    """Another rank that offers something to this one. Any thread may use it."""
 
     def __init__(self, link: Link, frm: int, timeout: timedelta) -> None:
-        """`timeout`: for a stream to become free."""
+        """`timeout`: how long to wait for a free stream."""
         self._link = link
         self._frm = frm
         self._timeout = timeout
@@ -233,12 +234,12 @@ class Remote:
             self._free.put(stream)
 
     def next_offer(self) -> RemoteBytes:
-        """Of what it offers: what was added after all that was asked for here."""
+        """Returns the next one of its offers, in the order in which they were added."""
         self._num_offers += 1
         return RemoteBytes(self, self._num_offers - 1, self._link.global_rank(self._frm))
 
     def read(self, number: int, at: int, buffer: memoryview) -> None:
-        """Fills `buffer`, PIECE_BYTES at most.
+        """Fills `buffer`, of at most PIECE_BYTES.
 
         Raises one of UNUSABLE with the server's reason why it cannot; AgreementFailed, from then on always and at
         once: gloo has closed the connection.
@@ -262,19 +263,19 @@ class Remote:
         good, length, text = _VERDICT.unpack(verdict)
         if not good:
             name, _, reason = text[:length].decode(errors="replace").partition(": ")
-            kind = _SAID.get(name, ObjectUnreadable)  # of another one nothing is known but that
+            kind = _SAID.get(name, ObjectUnreadable)  # of another class, only its name is known
             raise kind(f"rank {self._link.global_rank(self._frm)} says: {reason}")
         with self._lock:
             self.nbytes_received += len(buffer)
 
 
 class RemoteBytes:
-    """Bytes that another rank offers. From any thread."""
+    """Bytes that another rank offers. Any thread may use it."""
 
     def __init__(self, remote: Remote, number: int, server: int) -> None:
         self._remote, self._number = remote, number
         self.server = server
-        """In the job's world."""
+        """The rank that offers them, in the job's world."""
 
     def read_at(self, at: int, buffer: memoryview) -> None:
         """Fills `buffer`. Raises as `Remote.read` does."""
@@ -283,7 +284,7 @@ class RemoteBytes:
 
 
 class RemoteSlot(ReadableSlot):
-    """A slot that another rank offers. From any thread."""
+    """A slot that another rank offers. Any thread may use it."""
 
     def __init__(self, there: RemoteBytes, found: Found) -> None:
         self.where = f"{found.path} on rank {there.server}"
@@ -298,7 +299,7 @@ class RemoteSlot(ReadableSlot):
     @property
     @override
     def end(self) -> int:
-        """The path is the other host's; offsets far beyond the slot are refused."""
+        """A bound on the end, since the path is the other host's; offsets far beyond the slot are refused."""
         return PAGE_BYTES + self._body_nbytes + MAX_DOCUMENTS_BYTES
 
     @override

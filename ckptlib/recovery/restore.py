@@ -59,7 +59,7 @@ ORPHANS_TIMEOUT_S = 60.0
 
 
 class Marks(NamedTuple):
-    """What retention goes by, as it was saved with a step; rank 0's count."""
+    """What retention goes by, as saved with a step. Rank 0's marks count."""
 
     metrics: Mapping[str, object]
     exempt: bool
@@ -69,13 +69,13 @@ class Marks(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of a restore."""
+    """The outcome of a restore."""
 
     report: LoadReport
     generators: LoadedRng | None = None
     """The saved state of the random generators, unless only a part was restored."""
     marks: Marks = Marks({}, False)
-    """Empty where only a part was restored."""
+    """Empty if only a part was restored."""
     safer: SaveId | None = None
     """An older snapshot, which stays in memory until all ranks hold one of this job: see `Untried.safer`."""
 
@@ -102,13 +102,13 @@ def restore(
 ) -> Result:
     """Fills `state`; collective.
 
-    With `step`, a number or a full name, nothing but that step will do, and the job goes back to it: see
-    `Lineage.go_back`. Raises CheckpointNotFound where it does not exist.
+    With `step`, a number or a full name, only that step will do, and the job goes back to it: see `Lineage.go_back`.
+    Raises CheckpointNotFound if it does not exist.
 
     Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
-    CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. Where a newer
-    ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
-    known then. Raises CheckpointNotFound, too, where there is no step and the run must resume.
+    CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. If a newer
+    ckptlib wrote the root or the record of a generation, nothing is restored at all: it is not known then which step is
+    the right one. Raises CheckpointNotFound, too, if there is no step and the run must resume.
     """
     _check_asked(session, step, scope)
     order = LoadOrder(state, strict=strict, device=device, only=scope.only, rename=scope.map, optional=scope.optional)
@@ -179,7 +179,7 @@ def restore(
 
 
 def _begin_anew(session: Session, on_disks: Mapping[SaveId, LocalStep]) -> Result:
-    """There is no step. Collective. Raises CheckpointNotFound where the run must resume."""
+    """Returns an empty result, as there is no step. Collective. Raises CheckpointNotFound if the run must resume."""
     catalog, own, is_first = session.catalog, session.generation, session.group.rank == 0
     if session.settings.must_resume:
         together(session.group, "looking for a step", lambda: refuse_fresh(catalog, own) if is_first else None)
@@ -192,7 +192,7 @@ def _begin_anew(session: Session, on_disks: Mapping[SaveId, LocalStep]) -> Resul
 
 
 def _check_asked(session: Session, step: int | str | None, scope: Scope) -> None:
-    """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
+    """Raises, on all ranks, if any names a step that others do not, or that cannot be gone back to. Collective."""
     if step is not None and not isinstance(step, str):
         checked_step(step)
     if not session.group.same(repr(step).encode()):
@@ -207,7 +207,7 @@ def _check_asked(session: Session, step: int | str | None, scope: Scope) -> None
 
 
 def _look_around(session: Session) -> Inventory:
-    """The snapshots in the memory of all hosts; collective. None where the job keeps none."""
+    """Returns the snapshots in the memory of all hosts; collective. Empty if the job keeps none."""
     if session.settings.peers is None:
         return Inventory([])
 
@@ -221,7 +221,8 @@ def _look_around(session: Session) -> Inventory:
 
 
 def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, LocalStep]:
-    """The steps that the local disks of all hosts hold, and that may be wanted; collective. None without a local tier.
+    """Returns the steps that the local disks of all hosts hold, and that may be wanted; collective. Empty without a
+    local tier.
 
     Abandoned steps are left out: there may be more of them than are looked at, and they may be later ones.
     """
@@ -277,7 +278,8 @@ def _restore_from(
 
 @contextmanager
 def _closed_together(source: InMemory | OnDisks) -> Iterator[None]:
-    """Closes it in the end, with the other ranks where all come there: other errors than theirs may be this one's."""
+    """Closes the source in the end, together with the other ranks if all come there: errors that are not ckptlib's may
+    be this rank's alone."""
     together = False
     try:
         yield
@@ -309,12 +311,13 @@ def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> Resu
 
 
 def _check_store(session: Session) -> None:
-    """Raises when the store as a whole cannot be read from by one of the ranks. Collective."""
+    """Raises if any rank cannot read from the store as a whole. Collective."""
     together(session.group, "reading from the store", session.catalog.root)
 
 
 def _check_there(session: Session) -> None:
-    """Where rank 0 has listed nothing: a file system that is not mounted any more lists nothing either. Collective.
+    """Checks that the root is there, after rank 0 has listed nothing: a file system that is not mounted any more lists
+    nothing either. Collective.
 
     Raises CheckpointNotFound.
     """
@@ -347,7 +350,7 @@ def _marks_in(part: Part) -> Marks:
 
 
 def _describe(session: Session, inventory: Inventory, candidate: Candidate) -> str:
-    """The plan, for people."""
+    """Describes the plan, for people."""
     assert candidate.snapshot is not None
     size, saved_size = session.group.size, candidate.snapshot.world_size
     needs = [{own_rank(rank, saved_size)} for rank in range(size)]
@@ -371,7 +374,7 @@ def _finish(session: Session, every: bool) -> None:
 def _await_orphans(session: Session, newest: SaveId | None) -> None:
     """Waits, on every host, for writers of this root that are not this job's. Collective.
 
-    `newest`: which can be restored without them; only what is newer is waited for.
+    `newest`: the step that can be restored without them; only what is newer is waited for.
     """
 
     def wait() -> None:

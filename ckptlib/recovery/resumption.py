@@ -1,6 +1,6 @@
 """What a Checkpointer asks for as its training resumes: the state and the random generators of the step to go on from.
 
-Knows nothing of the steps that follow, but that the first of them ends the resumption.
+Knows nothing of the steps that follow, except that the first of them ends the resumption.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckptlib.state.rng import LoadedRng
 log = logging.getLogger(__name__)
 
 Begin = Callable[[Mapping[str, object], bool, str | torch.device | None], LoadReport]
-"""Fills the state, strictly or not, on a device or where it is, from what a fresh run was told to begin from."""
+"""Fills the state from what a fresh run was told to begin from: strictly or not, on a device or where the state is."""
 
 
 class Resumption:
-    """One per Checkpointer; main thread."""
+    """The resumption of one Checkpointer; for the main thread."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class Resumption:
         self._exports = exports
         self._begin = begin
         self._generators: LoadedRng | None = None
-        """Of the restored step, until they are put back."""
+        """Those of the restored step, until they are put back."""
         self._to_warm: int | None = None
 
     def install(self, nbytes: int) -> None:
-        """The state will take so many bytes: makes room for snapshots."""
+        """Makes room for snapshots of a state of `nbytes` bytes."""
         self._to_warm = nbytes
         if self._session.settings.peers is None:
             self.warm()
 
     def warm(self) -> None:
-        """Makes the slots in the background. With peers not before `restore` has looked at those of the job before."""
+        """Makes the slots in the background; with peers, not before `restore` has looked at those of the job before."""
         if self._to_warm is not None:
             self._session.snapshots.arena.warm(self._to_warm)
             self._to_warm = None
@@ -118,6 +118,6 @@ class Resumption:
             generators.restore()
 
     def end(self) -> None:
-        """The first step is done, whether the job has restored or not."""
+        """Ends the resumption: the first step is done, whether the job has restored or not."""
         self._generators = None  # too late for them
         self.warm()

@@ -1,4 +1,4 @@
-"""The steps that a restore has skipped, and what to say where no other one is left. Pure."""
+"""The steps that a restore has skipped, and the error if no other one is left. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LACKS = "lacks an object"
 
 
 def problem(error: CkptError) -> str:
-    """Of a step that is skipped."""
+    """Says what is wrong with a step that is skipped."""
     if isinstance(error, NewerFormat):
         return "is of a newer format"
     if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
@@ -18,16 +18,16 @@ def problem(error: CkptError) -> str:
 
 
 class Skipped:
-    """Of one restore; the same on all ranks."""
+    """The skipped steps of one restore; the same on all ranks."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        """Each, with its problem."""
+        """Each step, with its problem."""
         self._lost: type[CkptError] = CorruptData
         self._newer, self._absent, self._in_memory = False, True, True
 
     def add(self, candidate: Candidate, error: CkptError) -> None:
-        """This one could not be used."""
+        """Adds a candidate that could not be used."""
         self.told.append(f"step {candidate.save} in {candidate.where}: {error}")
         self._newer = self._newer or isinstance(error, NewerFormat)
         self._absent = self._absent and problem(error) == LACKS
@@ -36,7 +36,7 @@ class Skipped:
             self._lost = ObjectUnreadable
 
     def error_of(self, step: int | str, url: str) -> CkptError:
-        """Where nothing but this step would do."""
+        """Returns the error if nothing but this step would do."""
         what = "is of a newer format" if self._newer else "is not whole" if self._absent else "is damaged"
         kind = NewerFormat if self._newer else CheckpointNotFound if self._absent else self._lost
         return kind(
@@ -45,7 +45,7 @@ class Skipped:
         )
 
     def error(self, url: str) -> CkptError:
-        """Where any step would do, and there are some."""
+        """Returns the error if any step would do, and there are some."""
         why = "; ".join(self.told)
         if self._newer:
             return NewerFormat(f"{url}: this ckptlib is too old to read any step; upgrade it: {why}")

@@ -1,6 +1,6 @@
 """A committed step that the job restores from the store, and what its writers need not ask of it again.
 
-The restore reads the manifest, this rank's part, and packs. The first save behind it takes over what has not changed
+The restore reads the manifest, this rank's part, and packs. The first save after it takes over what has not changed
 since, so its writer wants all three; see `writer.parents`.
 """
 
@@ -54,7 +54,7 @@ class StoredStep(Committed):
             self._ends[pack] = max(self._ends.get(pack, 0), offset + len(buffer))
 
     def known(self) -> KnownOrigin:
-        """What this rank's writer need not ask, once all is read: every load reads the part of its own rank."""
+        """Returns what this rank's writer need not ask, once all is read: every load reads the part of its own rank."""
         part = None if self._own is None or self.world_size != self._group.size else self._usable(*self._own)
         if self._group.rank != 0:
             return KnownOrigin(self.save, part)
@@ -62,7 +62,7 @@ class StoredStep(Committed):
         return KnownOrigin(self.save, part, self._manifest.encode(), accounted)
 
     def _usable(self, part: Part, own: OwnPart) -> OwnPart | None:
-        """This rank's part, if all that it needs of its packs is there: read up to its end, or else listed."""
+        """Returns this rank's part, if all that it needs of its packs is there: read up to its end, or else listed."""
         unread = [pack for pack, end in zip(part.packs, needed(part), strict=True) if self._ends.get(pack.key, 0) < end]
         try:
             for _ in each(lambda pack: check_pack(self._catalog.store, pack), unread):
@@ -76,7 +76,7 @@ class StoredStep(Committed):
 
 
 def needed(part: Part) -> Sequence[int]:
-    """Of each pack: the bytes up to the end of the last chunk that a part has in it, or of the last base of one."""
+    """Returns how many bytes of each pack a part needs: up to the end of its last chunk, or base of one, there."""
     ends = [0] * len(part.packs)
     table = part.table
     places = zip(table.packs, table.offsets, part.stored, strict=True)
