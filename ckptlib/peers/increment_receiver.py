@@ -1,4 +1,4 @@
-"""The receiving end of increments: a holder makes a rank's next snapshot from the one it has and from increments."""
+"""The receiving end of increments: a holder makes a rank's next snapshot from its last one and from increments."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class StepReceiver:
         """Whether an increment has come out wrong: everything is sent as it is from then on."""
 
     def begin(self, void: Callable[[int], bool]) -> None:
-        """Another snapshot is about to come. `void`: of which steps nothing is to build on the snapshot."""
+        """Prepares for another snapshot. `void`: whether nothing may build on the snapshot of a step."""
         self.used = False
         if self._last is not None and void(self._last[1].save.step):
             self._last = None
 
     def sealed(self, slot: Slot, header: SlotHeader) -> None:
-        """This is the newest one."""
+        """Notes the newest snapshot."""
         self._last = slot, header
 
     def base(self) -> Slot | None:
-        """The slot of the last sealed replica, if it still holds that: not once another one is written there."""
+        """Returns the slot of the last sealed replica, while it holds that: not once another one is written there."""
         if self._last is None or self.distrusted:
             return None
         slot, header = self._last
@@ -49,14 +49,14 @@ class StepReceiver:
             return None
 
     def offer(self, header: SlotHeader) -> Base | None:
-        """The base that this rank names to a sender. The slot for what is offered is marked as being written."""
+        """Returns the base that this rank names to a sender. The slot for what is offered is already being written."""
         if self.base() is None or self._last is None:
             return None
         last = self._last[1]
         return Base.of(last) if last.documents["table"] == header.documents["table"] else None
 
     def accept(self, data: bytes, snapshot: Snapshot, lacking: Ranges) -> list[tuple[Span, ...]]:
-        """The states that come as increments. Raises FormatError for a malformed plan."""
+        """Returns the states that come as increments. Raises FormatError for a malformed plan."""
         where = f"plan of increments of rank {snapshot.header.rank}"
         try:
             rows = [[int(shard) for shard in row] for row in json.loads(data)]
@@ -82,7 +82,7 @@ class StepReceiver:
         return found
 
     def decode(self, slot: Slot, how: int, frame: memoryview, stretch: Stretch) -> None:
-        """Raises FormatError."""
+        """Decodes an increment into a slot. Raises FormatError."""
         out = stretch.words(slot)
         if how == STEP and self._last is not None:
             self._coder.decode(frame, stretch.words(self._last[0]), out)

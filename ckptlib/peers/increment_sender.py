@@ -1,5 +1,5 @@
-"""The sending end of increments, from a rank to one holder of its snapshots: which parameters, by which rules, and why
-not others.
+"""The sending end of increments, from a rank to one holder of its snapshots: which parameters are sent so, by which
+rules, and why others are not.
 
 All that this takes is in the slots of both snapshots: names, groups and classes of optimizers, their hyper-parameters
 as they were after the step, and the tensors. Nothing is asked of the training, so nothing waits for it.
@@ -46,12 +46,12 @@ class Update(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A snapshot, where it lies on this rank."""
+    """A snapshot, and where it lies on this rank."""
 
     slot: Slot
     header: SlotHeader
     values: Mapping[str, Json]
-    """Of the state, beside tensors."""
+    """Values of the state other than tensors."""
 
 
 class StepSender:
@@ -61,7 +61,7 @@ class StepSender:
         self._reader = SnapshotReader()
         self._coder = OptimizerStep()
         self._known: tuple[str, Parameters] | None = None
-        """By digest of the table."""
+        """Digest of the table, and the parameters found by it."""
         self._next: _Sent | None = None
         self._last: _Sent | None = None
         """The snapshot that the holder sealed last."""
@@ -72,18 +72,18 @@ class StepSender:
 
     @property
     def base(self) -> Slot | None:
-        """The slot that must not be overwritten while something is sent. From any thread."""
+        """The slot that must not be overwritten while something is sent. Any thread may ask."""
         last = self._last
         return None if last is None else last.slot
 
     def begin(self, void: Callable[[int], bool]) -> None:
-        """Another snapshot is about to be sent. `void`: of which steps nothing is to build on the snapshot."""
+        """Prepares to send another snapshot. `void`: whether nothing may build on the snapshot of a step."""
         self.coded, self.left = 0, {}
         if self._last is not None and void(self._last.header.save.step):
             self._last = None
 
     def offer(self, slot: Slot, header: SlotHeader) -> None:
-        """This one is sent next. Raises CorruptData, FormatError."""
+        """Notes the snapshot that is sent next. Raises CorruptData, FormatError."""
         snapshot = self._reader.read(slot, header)
         digest = header.documents["table"][2]
         if self._known is None or self._known[0] != digest:
@@ -91,11 +91,11 @@ class StepSender:
         self._next = _Sent(slot, header, snapshot.values)
 
     def sealed(self) -> None:
-        """The holder has it now."""
+        """Notes that the holder has sealed the snapshot."""
         self._last, self._next = self._next, None
 
     def plan(self, lacking: Ranges, base: Base | None) -> list[Update]:
-        """The parameters that are sent as increments, and the rule of each."""
+        """Returns the parameters that are sent as increments, and the rule of each."""
         new, last = self._next, self._last
         assert new is not None
         assert self._known is not None
@@ -111,12 +111,12 @@ class StepSender:
         return found
 
     def refused(self, updates: Sequence[Update]) -> None:
-        """Sends the planned parameters whole."""
+        """Notes that the holder refused: the planned parameters are sent whole."""
         self.left = {**self.left, REFUSED: sum(span.nbytes for update in updates for span in update.parameter.spans)}
         self.coded = 0
 
     def frames(self, updates: Sequence[Update]) -> Iterator[tuple[bytes, bytes]]:
-        """Heads and frames, of each stretch in turn."""
+        """Yields the head and the frame of each stretch in turn."""
         assert self._next is not None
         assert self._last is not None
         for parameter, guess in updates:
@@ -132,7 +132,7 @@ class StepSender:
                 yield HEAD.pack(how, len(frame)), frame
 
     def intact(self) -> bool:
-        """Whether the base is unchanged since this was begun."""
+        """Whether the base is unchanged since this transfer began."""
         try:
             return self._last is not None and self._last.slot.read_header() == self._last.header
         except CkptError:  # it is being overwritten, or was closed, since it was too small
@@ -149,7 +149,7 @@ class StepSender:
         self, parameters: Parameters, new: _Sent, last: _Sent, lacking: Ranges, left: Counter[str]
     ) -> Iterator[Update]:
         steps: dict[tuple[str, int], Span] = {}
-        """By group: one of its steps, for parameters whose own is another rank's to write."""
+        """By optimizer and group: a span with its step, for parameters whose own is another rank's to write."""
         for p in parameters.found:
             span = parameters.scalars.get(state_path(p.optimizer, p.name, "step"))
             if span is not None:
@@ -180,7 +180,8 @@ class StepSender:
     def _choose(
         self, p: Parameter, parameters: Parameters, new: _Sent, last: _Sent, step: float | None, likely: Guess | None
     ) -> Guess | None:
-        """How it was updated, as far as a sample tells; `likely` where that fits, as it did others of its group."""
+        """Returns how a parameter was updated, as far as a sample tells; `likely` if that fits, as for others of its
+        group."""
         old_words, new_words = (Stretch(p.spans, 0, p.count).words(sent.slot) for sent in (last, new))
 
         def share(guess: Guess) -> float:
@@ -196,7 +197,7 @@ class StepSender:
 
 
 def _options(p: Parameter, parameters: Parameters, sent: _Sent) -> Options:
-    """Of the parameter's group; {} where they cannot be told."""
+    """Returns the options of the parameter's group; {} if they cannot be told."""
     path = group_path(p.optimizer, p.group)
     try:
         found = values.decode(sent.values.get(path, {}), path)
@@ -208,6 +209,6 @@ def _options(p: Parameter, parameters: Parameters, sent: _Sent) -> Options:
 
 
 def _number(span: Span, slot: Slot) -> float | None:
-    """The one element of a tensor."""
+    """Returns the only element of a tensor."""
     dtype = {"float32": np.float32, "float64": np.float64, "int64": np.int64}.get(span.dtype)
     return None if dtype is None else float(np.frombuffer(slot.body[span.offset : span.end], dtype)[0])

@@ -8,7 +8,7 @@
     a head, a frame
 
 All the rest then goes as it is, and every chunk is checked against its digest, whichever way it came. A base is the
-very same on both sides by the digest of its header, which has the digests of all else. What a peer sends is hostile.
+same on both sides if the digests of its headers are, which have the digests of all else. What a peer sends is hostile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IN_FLIGHT = 2
 MAX_PLAN_BYTES = 1 << 26
 
 HEAD = struct.Struct("<BI")
-"""How it is coded, and bytes of the frame."""
+"""How the frame is coded, and how many bytes it has."""
 RAW, STEP = range(2)
 
 
@@ -52,7 +52,7 @@ class Base(NamedTuple):
 
     identity: str
     flushes: bool
-    """Whether the holder takes denormals for zeros."""
+    """Whether the holder treats denormals as zeros."""
 
     @classmethod
     def of(cls, header: SlotHeader) -> Base:
@@ -60,7 +60,7 @@ class Base(NamedTuple):
 
     @classmethod
     def decode(cls, data: object, who: str) -> Base | None:
-        """Raises FormatError."""
+        """Returns the base that a peer names. Raises FormatError."""
         match data:
             case None:
                 return None
@@ -77,7 +77,7 @@ class Stretch(NamedTuple):
     stop: int
 
     def words(self, slot: Slot) -> list[Words]:
-        """In the body of a slot, as they lie there."""
+        """Returns the elements in the body of a slot, as they lie there."""
         found: list[Any] = []
         for span in self.spans:
             part = slot.body[span.offset + self.start * span.itemsize : span.offset + self.stop * span.itemsize]
@@ -90,7 +90,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(states: Sequence[tuple[Span, ...]]) -> Iterator[Stretch]:
-    """Of these parameters, one after the other."""
+    """Yields the stretches of these parameters, one after the other."""
     for spans in states:
         count = spans[0].nbytes // spans[0].itemsize
         for start in range(0, count, STRETCH):
@@ -98,13 +98,13 @@ def stretches(states: Sequence[tuple[Span, ...]]) -> Iterator[Stretch]:
 
 
 def are_lacking(spans: Iterable[Span], lacking: Ranges) -> bool:
-    """Whether all of each of them is."""
+    """Whether all of each span is lacking."""
     return all(any(a <= span.offset and span.end <= b for a, b in lacking) for span in spans)
 
 
 def beside(lacking: Ranges, states: Collection[tuple[Span, ...]]) -> Ranges:
-    """The ranges that are still lacking once the state of these has come; a few."""
-    # behind a large shard nothing lies until the next page begins
+    """Returns the ranges that are still lacking once the state of these has come; MAX_RANGES at most."""
+    # nothing lies between the end of a large shard and the next page
     ends = {
         span.offset: round_up(span.end) if span.nbytes >= ALIGN_FROM_BYTES else span.end for s in states for span in s
     }
@@ -112,7 +112,7 @@ def beside(lacking: Ranges, states: Collection[tuple[Span, ...]]) -> Ranges:
 
 
 def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes, bytes]]) -> int:
-    """Encodes the next one while those before are on their way. Bytes sent. Raises AgreementFailed."""
+    """Encodes each frame while those before are on their way. Returns the bytes sent. Raises AgreementFailed."""
     under_way: deque[Callable[[], None]] = deque()
     sent = 0
     # in a thread of its own: gloo's sends wait for its own thread as long as that hands bytes to the kernel
@@ -126,7 +126,7 @@ def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes,
                 under_way.extend(link.begin_send(to, memoryview(part), tag) for part in pair)
                 sent += sum(map(len, pair))
         finally:
-            while under_way:  # until then, gloo reads them
+            while under_way:  # gloo reads them until then
                 under_way.popleft()()
     return sent
 
@@ -134,7 +134,7 @@ def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes,
 def receive_increments(
     link: Link, frm: int, tag: int, expected: Sequence[Stretch], decode: Callable[[int, memoryview, Stretch], None]
 ) -> FormatError | None:
-    """Decodes each while the next is on its way. Returns the first problem, once all have come.
+    """Decodes each increment while the next is on its way. Returns the first problem, once all have come.
 
     Raises AgreementFailed.
     """

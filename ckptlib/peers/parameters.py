@@ -1,7 +1,7 @@
 """Which shards of a snapshot are the state of one parameter: its weights, and its optimizer's moments.
 
-Names in the layout and the optimizer's options tell. Knows a rank's own share only: of a parameter whose state has
-several writers, no rank has all. Reads no tensor.
+Names in the layout and the optimizer's options tell. Knows a rank's own share only: if the state of a parameter has
+several writers, no rank has all of it. Reads no tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ckptlib.format.table import Table
 from ckptlib.state.optimizers import state_path
 
 MIN_ELEMENTS = 1 << 14
-"""Of a shard that is worth a sample of its own: that takes half a millisecond, in which a slow link moves as much."""
+"""Least elements of a shard that is worth a sample of its own: that takes half a millisecond, in which a slow link
+moves as much."""
 
 ADAM, LION, SGD = ("exp_avg", "exp_avg_sq"), ("exp_avg",), ("momentum_buffer",)
 FAMILIES = (ADAM, LION, SGD)
@@ -42,7 +43,7 @@ class Span:
 
     @property
     def itemsize(self) -> int:
-        """Of a word that the codec knows; 0 of others."""
+        """Bytes of an element that the codec knows; 0 for others."""
         return _WORDS.get(self.dtype, 0)
 
     @property
@@ -52,26 +53,26 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One, or the part of it that this rank holds."""
+    """A parameter, or the part of it that this rank holds."""
 
     name: str
     optimizer: str
-    """The path of the one that updates it."""
+    """The path of the optimizer that updates it."""
     group: int
-    """Among that one's."""
+    """The number of its group in that optimizer."""
     family: tuple[str, ...]
     spans: tuple[Span, ...]
-    """As the family names them, then the weights."""
+    """The moments, as the family names them, then the weights."""
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.spans[-1].nbytes // self.spans[-1].itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Of one rank's share."""
+    """The parameters of one rank's share."""
 
     found: tuple[Parameter, ...]
     classes: Mapping[str, str]
@@ -79,11 +80,11 @@ class Parameters:
     scalars: Mapping[str, Span]
     """By name: tensors of one element, such as steps and learning rates."""
     left: Mapping[str, int]
-    """Bytes of shards that are no such parameter's, by reason."""
+    """Bytes of shards that belong to no such parameter, by reason."""
 
 
 def find_parameters(layout: Layout, table: Table) -> Parameters:
-    """Of the rank whose table it is."""
+    """Returns the parameters of the rank whose table it is."""
     sizes = table.sizes(layout)
     spans: dict[str, dict[Box, Span]] = defaultdict(dict)
     columns = zip(table.tensors, table.boxes, table.begins(sizes), sizes, strict=True)
@@ -114,7 +115,7 @@ def find_parameters(layout: Layout, table: Table) -> Parameters:
 
 
 def _named(layout: Layout) -> Iterator[tuple[str, int, str]]:
-    """The path of an optimizer, the number of a group, the name of a parameter in it."""
+    """Yields the path of an optimizer, the number of a group, and the name of a parameter in it."""
     for path, tree in layout.objects.items():
         match tree:
             case {"optimizer": {"groups": [*groups]}}:
@@ -130,7 +131,7 @@ def _classes(layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _family(layout: Layout, path: str, name: str) -> tuple[str, ...]:
-    """That of its state, on whichever rank it lies; () where it is of none."""
+    """Returns the family of a parameter's state, on whichever rank that lies; () if it is of none."""
     return next((f for f in FAMILIES if all(state_path(path, name, key) in layout.index for key in f)), ())
 
 

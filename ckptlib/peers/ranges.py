@@ -17,19 +17,19 @@ class ByteRange(NamedTuple):
 
 
 Ranges = Sequence[ByteRange]
-"""Ascending and apart."""
+"""Ranges in ascending order that do not overlap."""
 
 MAX_RANGES = 100
-"""What is lacking is told on one page; ranges that are closest to one another are sent as one where there are more."""
+"""Most ranges that are told as lacking, since these fit on one page; if there are more, the closest are joined."""
 
 
 def everything(header: SlotHeader) -> Ranges:
-    """Of a body of which nothing is there."""
+    """Returns the ranges of a body of which nothing is there."""
     return [ByteRange(0, header.body_nbytes)] if header.body_nbytes else []
 
 
 def joined(ranges: Ranges) -> Ranges:
-    """At most MAX_RANGES that cover these."""
+    """Returns at most MAX_RANGES ranges that cover these."""
     left = list(ranges)
     while len(left) > MAX_RANGES:
         gaps = sorted(later.start - earlier.end for earlier, later in pairwise(left))
@@ -45,7 +45,7 @@ def joined(ranges: Ranges) -> Ranges:
 
 
 def without(ranges: Ranges, holes: Iterable[ByteRange]) -> Ranges:
-    """The ranges without the holes. Holes do not overlap; their order does not matter."""
+    """Returns the ranges without the holes. Holes do not overlap; their order does not matter."""
     left, cut = list[ByteRange](), sorted(holes, reverse=True)
     for start, end in ranges:
         at = start

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 5.0
 LAST_BACKOFF_S = 300.0
-"""How long the ranks wait before they connect anew; doubled each time."""
+"""How long the ranks wait before they connect anew: from the first value to the last, doubled each time."""
 
 RECONNECT = timedelta(seconds=5)
-"""How long that may take, at least: the training waits meanwhile. Where the first time took longer, four times that."""
+"""How long that may take, at least: the training waits meanwhile. If the first time took longer, four times that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,21 @@ class Round:
     number: int
     """See `SlotHeader.number`."""
     held_by_all: int
-    """Its replica stays, and those of later steps."""
+    """The step that all ranks hold: its replica stays, and those of later steps."""
     settled: int
-    """Those of steps after `held_by_all` and up to this one failed on some rank, or are older than one that counts once
-    the generation has its record; they may go."""
+    """Replicas of steps after `held_by_all` and up to this one may go: they failed on some rank, or are older than one
+    that counts once the generation has its record."""
     void: frozenset[int] = frozenset()
     """Steps after `held_by_all` whose snapshots were found to differ between ranks, and may go."""
 
     def may_go(self, step: int) -> bool:
-        """Whether its slots may be overwritten at any time: then nothing is to build on it."""
+        """Whether the slots of this step may be overwritten at any time: then nothing may build on it."""
         return step in self.void or self.held_by_all < step <= self.settled
 
 
 FindAlike = Callable[[int, Table], tuple[Sequence[CopySource], tuple[int, ...]] | None]
-"""Rank and table of its last snapshot to the shards of it that this rank has as well, and their offsets in the body."""
+"""Takes a rank and the table of its last snapshot; returns the shards of it that this rank has, too, and their offsets
+in the body."""
 
 
 class ReplicaOutcome:
@@ -83,16 +84,16 @@ class ReplicaOutcome:
         self._left = num_holders
         self._lock = threading.Lock()
         self.sent = 0
-        """Bytes of its body, or in their place."""
+        """Bytes that were sent of its body, or in their place."""
         self.coded = 0
         """Bytes of it that went as increments, before they were coded."""
         self.uncoded: Counter[str] = Counter()
-        """Bytes that did not, by reason."""
+        """Bytes that did not go as increments, by reason."""
         self.failed = False
-        """Whether a holder has no replica; not before it is settled can it be said that all have."""
+        """Whether a holder has no replica. That all have one can be said only when it is settled."""
 
     def note(self, sealed: bool, sent: int = 0, steps: StepSender | None = None) -> None:
-        """Of one holder. `steps`: how it went there, where increments may be."""
+        """Notes the outcome at one holder. `steps`: how it went there, if increments may be sent."""
         with self._lock:
             self._left -= 1
             self.sent += sent
@@ -107,7 +108,7 @@ class ReplicaOutcome:
 
 
 class Replicator:
-    """One per rank. Main thread; its own threads send and receive."""
+    """Sends and receives replicas. One per rank; for the main thread. Its own threads send and receive."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Replicator:
         peers: Peers,
         make_arena: Callable[[], Arena],
     ) -> None:
-        """Collective over `over`, the ranks of the placement. `make_arena`: for the replicas of one rank."""
+        """Connects. Collective over `over`, the ranks of the placement. `make_arena`: for the replicas of one rank."""
         self._over = over
         self._rank = rank
         self._world_size = len(placement.domains)
@@ -130,7 +131,7 @@ class Replicator:
         self._sent = {to: StepSender() for to in self._senders if coded}
         self._held = {origin: StepReceiver() for origin in self._receivers if coded}
         self._unlike: set[int] = set()
-        """Ranks whose replica this rank should hold and does not."""
+        """Ranks whose replicas come whole, since what this rank has of them was found to differ."""
         self._failing: set[str] = set()
         """Problems that were logged and have not passed since."""
         self._backoff_s = FIRST_BACKOFF_S
@@ -148,7 +149,7 @@ class Replicator:
     # Snapshots
 
     def local_replicas(self, now: Round, find: FindAlike) -> list[CopyJob]:
-        """Shards of incoming replicas that this rank has itself, and copies into their slots."""
+        """Returns copies of those shards of incoming replicas that this rank has itself, into their slots."""
         found = []
         for origin, receiver in self._receivers.items():
             # while a receiver is busy, its arena and its reader are its own
@@ -170,7 +171,7 @@ class Replicator:
     def begin(self, now: Round, staging: Staging | None, local_replicas: Sequence[CopyJob]) -> ReplicaOutcome:
         """Replicates this rank's snapshot as soon as it is ready, and receives those that come here.
 
-        `staging`: None where this rank could not begin one. `local_replicas` are filled when it is done.
+        `staging`: None if this rank could not begin one. `local_replicas` are filled when it is done.
         """
         filled = {} if staging is None else {twin.header.rank: self._filled(twin, staging) for twin in local_replicas}
         link, outcome = self._link, ReplicaOutcome(len(self._senders))
@@ -212,7 +213,7 @@ class Replicator:
     def _receive(self, link: Link, origin: int, now: Round, twin: _Filled | None) -> None:
         arena, taken, steps = self._arenas[origin], list[Slot](), self._held.get(origin)
         filled: _Filled | None = None
-        """The twin, where its slot is the one that was taken, and its copies are of this snapshot."""
+        """The twin, if its slot is the one that was taken, and its copies are of this snapshot."""
 
         def take(offered: SlotHeader) -> Slot:
             nonlocal filled
@@ -252,7 +253,7 @@ class Replicator:
                 slot.unlock()
 
     def _take(self, origin: int, now: Round, nbytes: int) -> Slot:
-        """A slot for a replica. Raises NoRoom."""
+        """Returns a slot for a replica. Raises NoRoom."""
         arena = self._arenas[origin]
         arena.forget(now.held_by_all, now.settled)
         steps = self._held.get(origin)
@@ -278,7 +279,7 @@ class Replicator:
 
     @property
     def bases(self) -> list[Slot]:
-        """Slots of this rank with which those are compared that are being sent. Main thread."""
+        """Slots of this rank that serve as bases of what is being sent. For the main thread."""
         found = (steps.base for to, steps in self._sent.items() if self._senders[to].busy)
         return [slot for slot in found if slot is not None]
 
@@ -300,7 +301,8 @@ class Replicator:
         return time.monotonic() >= self._retry_at and not any(stream.busy for stream in self._streams())
 
     def drop_link(self) -> None:
-        """Some rank lost a peer: nothing is replicated until all connect anew. On all ranks at the same step."""
+        """Gives up the link, since some rank lost a peer: nothing is replicated until all connect anew. Called on all
+        ranks at the same step."""
         self._broken, self._link = self._link or self._broken, None
         self._retry_at = time.monotonic() + self._backoff_s
         log.warning(
@@ -310,7 +312,7 @@ class Replicator:
         self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
     def connect(self) -> None:
-        """Collective. Raises AgreementFailed."""
+        """Connects the ranks. Collective. Raises AgreementFailed."""
         if self._broken is not None:
             self._broken.close()
             self._broken = None
@@ -324,10 +326,10 @@ class Replicator:
         return [*self._senders.values(), *self._receivers.values()]
 
     def close(self, clean: bool) -> None:
-        """Closes. `clean`: waits for transfers in flight, and removes the replicas.
+        """Closes the replicator. `clean`: waits for transfers in flight, and removes the replicas.
 
-        Else waits for nothing: replicas are let go when the transfers in flight have ended, so that the next job in
-        this process finds them.
+        If not `clean`, waits for nothing: replicas are let go when the transfers in flight have ended, so that the next
+        job in this process finds them.
         """
         if not clean:
             for origin, receiver in self._receivers.items():
@@ -362,16 +364,17 @@ class _Filled:
         return self.copy.slot
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether the copies are whole. Raises WaitTimeout."""
+        """Waits for the copies; returns whether they are whole. Raises WaitTimeout."""
         self.staging.wait_done(timeout.total_seconds())
         return self.staging.error is None
 
     def is_of(self, offered: SlotHeader) -> bool:
-        """Whether the snapshot that is offered lies in its slot as the one before did."""
+        """Whether the offered snapshot lies in its slot as the one before did."""
         return offered.documents.get("table", (0, 0, ""))[2] == self.table
 
     def lacks(self, offered: SlotHeader) -> Ranges:
-        """Ranges of the offered snapshot that this rank has not copied itself; padding between chunks is left out."""
+        """Returns the ranges of the offered snapshot that this rank has not copied itself; without padding of
+        chunks."""
         there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.copy.sources, self.copy.offsets, strict=True)]
         edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
         return [ByteRange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

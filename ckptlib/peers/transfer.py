@@ -11,7 +11,7 @@
                                  <--  verdict: sealed, or what is wrong
 
 A crash, a lost peer or damage at any point leaves the receiver's slot as it is while it is written: not ready. What a
-peer sends is hostile until checked. The same number of messages whatever a snapshot holds; none per tensor.
+peer sends is hostile until checked. The number of messages is the same whatever a snapshot holds; none is per tensor.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 log = logging.getLogger(__name__)
 
 MAX_DOCUMENTS_BYTES = 2**30
-"""Of all documents of a snapshot; a peer that offers more is not believed."""
+"""Most bytes of all documents of a snapshot; a peer that offers more is not believed."""
 
 _GOOD, _DAMAGED, _REFUSED, _FAILED = range(4)
 _ERRORS: dict[int, type[CkptError]] = {_DAMAGED: CorruptData, _REFUSED: PeerRefused, _FAILED: ReplicationFailed}
 _VERDICT = struct.Struct(f"<II{PAGE_BYTES - 8}s")
-"""One of the above, and why, or the ranges that are lacking: so many bytes of UTF-8. Never begins as a header does."""
+"""One of the above; the length of a text, and the text in UTF-8: why, or the ranges that are lacking. Never begins as a
+header does."""
 
 
 def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader, steps: StepSender | None = None) -> int:
-    """Returns when the peer holds a sealed replica of the snapshot that has this `header`: how much was sent of the
-    body or in its place, in bytes. `steps`: what that peer was sent before, where increments may be.
+    """Sends a snapshot. Returns when the peer holds a sealed replica of the snapshot that has this `header`: how many
+    bytes were sent of the body, or in their place. `steps`: what that peer was sent before, if increments may be sent.
 
-    The caller sees to it that nobody overwrites the slot meanwhile; were it done all the same, the replica would not
+    The caller sees to it that nobody overwrites the slot meanwhile; if somebody did all the same, the replica would not
     be sealed. One transfer at a time for each pair of ranks and `header.rank`.
 
-    Raises PeerRefused; CorruptData when what came did not match its digests; ReplicationFailed for the rest that leaves
-    both ranks whole; AgreementFailed when the peer is gone.
+    Raises PeerRefused; CorruptData when what came did not match its digests; ReplicationFailed for other failures that
+    leave both ranks whole; AgreementFailed when the peer is gone.
     """
     data, answer = _tags(header.rank)
     try:
@@ -95,7 +96,7 @@ def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader, steps: StepSe
 def _send_steps(
     link: Link, to: int, tags: _Tags, steps: StepSender, lacking: Ranges, base: Base | None
 ) -> tuple[int, Ranges]:
-    """Bytes sent, and the ranges still lacking. Without a base, the peer expects no increments."""
+    """Sends increments; returns the bytes sent, and the ranges still lacking. Without a base, the peer expects none."""
     updates = steps.plan(lacking, base)
     if base is None:
         return 0, lacking
@@ -126,16 +127,16 @@ def receive_slot(
     steps: StepReceiver | None = None,
     on_sealed: Callable[[], None] = lambda: None,
 ) -> SlotHeader:
-    """The header of a snapshot of rank `origin` that `frm` has sent, and that is sealed in a slot here now.
+    """Receives a snapshot of rank `origin` from `frm`; returns its header when it is sealed in a slot here.
 
-    `take` gives a slot for it, locked for writing and with room, which stays the caller's; or raises what it has
+    `take` returns a slot for it, locked for writing and with room, which stays the caller's; or raises what it has
     against this snapshot (its root, its generation, its size: nothing but its form was looked at before), or NoRoom.
-    `lacks` is asked after it which ranges of the body are to be sent: the rest is in the slot, or is between chunks.
-    `steps`: what this rank has of `origin`, where increments may be. `on_sealed` is called before the peer is told.
+    After it, `lacks` returns which ranges of the body are to be sent: the rest is in the slot, or is between chunks.
+    `steps`: what this rank has of `origin`, if increments may be sent. `on_sealed` is called before the peer is told.
 
     Raises what `take` raised; CorruptData or FormatError for what does not match its digests; ReplicationFailed when
-    the sender gave up; AgreementFailed when it is gone. The slot is not ready then, if it was taken, unless `on_sealed`
-    was called: the peer may count on it then.
+    the sender gave up; AgreementFailed when it is gone. The slot, if it was taken, is not ready then, unless
+    `on_sealed` was called: the peer may count on it then.
     """
     data, answer = _tags(origin)
     page = _receive_page(link, frm, data)
@@ -172,7 +173,7 @@ def receive_slot(
 
 
 def _offered(page: bytes, where: str, origin: int) -> SlotHeader:
-    """The header in it: of a ready snapshot of `origin`, its documents in order behind its body."""
+    """Returns the header in an offer: of a ready snapshot of `origin`, with its documents in order behind its body."""
     header = SlotHeader.decode(page, where)
     if header.rank != origin or not header.ready or header.sequence == 0:
         raise FormatError(f"{where}: rank {header.rank} ({header.sequence}), expected rank {origin} and ready")
@@ -187,7 +188,7 @@ def _offered(page: bytes, where: str, origin: int) -> SlotHeader:
 
 
 def _asked(text: str, body_nbytes: int, who: str) -> tuple[Ranges, Base | None]:
-    """The ranges that a peer lacks, and the base that it has. Raises FormatError."""
+    """Returns the ranges that a peer lacks, and the base that it has. Raises FormatError."""
     try:
         lacking, base = json.loads(text)
         ranges = [ByteRange(int(start), int(end)) for start, end in lacking]
@@ -202,7 +203,7 @@ def _asked(text: str, body_nbytes: int, who: str) -> tuple[Ranges, Base | None]:
 
 
 def _arriving(link: Link, frm: int, tag: int, slot: Slot, lacking: Ranges) -> Iterator[int]:
-    """How many of the body's first bytes are there, each time that it has grown."""
+    """Yields how many of the body's first bytes are there, each time that there are more."""
     for start, end in lacking:
         yield start
         for count in link.arriving(frm, slot.body[start:end], tag):
@@ -218,9 +219,10 @@ def _receive_content(
     lacking: Ranges,
     steps: StepReceiver | None,
 ) -> CkptError | None:
-    """The problem with the body, if any. All that was sent has been received then, good or not.
+    """Receives documents and body. Returns the problem with them, if any; all that was sent has been received then,
+    good or not.
 
-    `steps`: None where no increments come.
+    `steps`: None if no increments come.
     """
     tags = _tags(header.rank)
     documents = bytearray(sum(nbytes for _, nbytes, _ in header.documents.values()))
@@ -253,7 +255,7 @@ def _receive_content(
 def _receive_steps(
     link: Link, frm: int, tags: _Tags, steps: StepReceiver, slot: Slot, snapshot: Snapshot | None, lacking: Ranges
 ) -> tuple[CkptError | None, Ranges]:
-    """The problem with an increment, if any, and the ranges still lacking."""
+    """Receives increments. Returns the problem with one, if any, and the ranges still lacking."""
     text = _hear(link, frm, tags.data)
     if not (text.isascii() and text.isdigit() and 2 <= int(text) <= MAX_PLAN_BYTES):
         raise link.give_up(frm, f"it announces a plan of {text[:20]} bytes, expected up to {MAX_PLAN_BYTES:,}")
@@ -273,7 +275,7 @@ def _receive_steps(
 
 
 def _put_documents(slot: Slot, header: SlotHeader, data: bytes) -> None:
-    """Raises CorruptData unless they are what the header says; NoRoom."""
+    """Puts the documents into a slot. Raises CorruptData unless they are what the header says; NoRoom."""
     documents, at = {}, 0
     for name, (_, nbytes, _) in header.documents.items():
         documents[name] = data[at : at + nbytes]
@@ -285,12 +287,12 @@ def _put_documents(slot: Slot, header: SlotHeader, data: bytes) -> None:
 
 
 class _Tags(NamedTuple):
-    """Of messages about one rank's snapshots."""
+    """Tags of messages about one rank's snapshots."""
 
     data: int
-    """To their receiver."""
+    """For messages to their receiver."""
     answer: int
-    """From it."""
+    """For messages from it."""
 
 
 def _tags(origin: int) -> _Tags:
@@ -307,7 +309,7 @@ def _hear(link: Link, frm: int, tag: int) -> str:
 
 
 def _heed(page: bytes, peer: int) -> str:
-    """The details of a good verdict. Raises the error that a bad one carries."""
+    """Returns the details of a good verdict. Raises the error that a bad one carries."""
     verdict, nbytes, data = _VERDICT.unpack(page)
     text = str(data[:nbytes].decode(errors="replace"))
     if verdict != _GOOD:

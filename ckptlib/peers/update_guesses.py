@@ -1,7 +1,7 @@
-"""How a parameter may have been updated, by what its optimizer's group says of itself: to be tried on a sample.
+"""Guesses how a parameter was updated, by what its optimizer's group says of itself. Guesses are tried on a sample.
 
-A snapshot knows the state after a step. A scheduler that stepped before `after_step` has left the learning rate of the
-next step there; that of this one is in the snapshot before. Pure; no torch.
+A snapshot has the state after a step. If a scheduler stepped before `after_step`, the learning rate there is the next
+step's; that of this step is in the snapshot before. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Guess(NamedTuple):
 def guesses(
     family: tuple[str, ...], kind: str, options: Options, before: Options, step: float | None, steps: float
 ) -> list[Guess]:
-    """The likeliest first; none where the group lacks an option that rules need.
+    """Returns the guesses, the likeliest first; none if the group lacks an option that rules need.
 
     kind:   the class of the optimizer. `before`: the options in the snapshot before.
     step:   of the parameter, if known. `steps`: how many the training has done, which is most often the same.
@@ -59,7 +59,7 @@ def _at(lr: float, family: tuple[str, ...], kind: str, options: Options, step: f
 
 
 def _decays(kind: str, options: Options) -> list[float]:
-    """Of the weights by themselves. Adam's own decay is part of the gradient."""
+    """Returns the decays that the weights by themselves may have. Adam's own decay is part of the gradient."""
     decay = _number(options.get("weight_decay")) or 0.0
     apart = options.get("decoupled_weight_decay", True if kind in ("AdamW", "Lion") else None)
     return [0.0] if not decay or apart is False else [decay] if apart is True else [decay, 0.0]
@@ -78,7 +78,7 @@ _ADAM, _MOMENTUM, _NESTEROV, _LION = Adam(), Momentum(), Nesterov(), Lion()
 
 
 def _number(value: object) -> float | None:
-    """None for a value that is no number, or too large to count with."""
+    """Returns the number; None for a value that is no number, or too large to count with."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
         return None
     return float(value)
