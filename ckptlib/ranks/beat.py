@@ -1,7 +1,7 @@
 """The beat: a few integers agreed upon by all ranks, once per step, without waiting.
 
-Each rank gives its word in `after_step` i; the agreed words are acted upon by all ranks at `after_step` i + 1, never
-earlier. So no rank saves, skips, stops or raises on its own knowledge.
+Each rank gives its word in `after_step` i; all ranks act on the agreed words at `after_step` i + 1, never earlier. So
+no rank saves, skips, stops or raises on its own knowledge.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptlib.ranks.held import NONE
 class Word(NamedTuple):
     """One rank's word; and, once agreed upon, the word of all ranks together.
 
-    Of each field the largest counts, but from `calm` on the smallest.
+    The largest value of each field counts, but from `calm` on the smallest.
     """
 
     step: int
@@ -79,18 +79,18 @@ class Word(NamedTuple):
 
 
 NUM_HIGHS = Word._fields.index("calm")
-"""Fields of which the largest counts."""
+"""Number of fields of which the largest value counts."""
 
 
 class Beat:
-    """One per Checkpointer; main thread only."""
+    """Agrees on words. One per Checkpointer; for the main thread only."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._pending: Callable[[], Extremes] | None = None
         self._pending_votes: Callable[[], list[int]] | None = None
         self.votes: list[int] = []
-        """Of all ranks, added up, that came with the words last agreed upon; none where nothing was voted upon."""
+        """The votes of all ranks, added up, that came with the words agreed upon last; empty if there was no vote."""
 
     def start(self, word: Word, votes: Sequence[int] = ()) -> None:
         """Says this rank's word for the next step, and its votes: as many as the other ranks give, or none on any."""
@@ -110,9 +110,9 @@ class Beat:
         return self._pending is not None
 
     def agreed(self, step: int) -> Word:
-        """The agreed word for `step`.
+        """Returns the agreed word for `step`.
 
-        Raises AgreementFailed when they were not at the same step, or one did not come.
+        Raises AgreementFailed when the ranks were not at the same step, or one did not come.
         """
         assert self._pending is not None
         pending, self._pending = self._pending, None

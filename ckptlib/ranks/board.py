@@ -1,11 +1,11 @@
 """A board: memory that the ranks of one host share, in which each writes its numbers and reads those of the others.
 
-Between processes of one host, a collective over sockets costs a step some wake-ups of threads, here a few reads. It has
-no name that a killed job could leave behind: others open it by the process that made it.
+Between processes of one host, a collective over sockets costs a step some wake-ups of threads; here it costs a few
+reads. The board has no name that a killed job could leave behind: others open it by the process that made it.
 
-Collectives have numbers, the same on all ranks, and each has a place on the board, which a later one takes. A rank
-begins none before all ranks have begun the one that is AHEAD numbers older, and it has read what all have begun; so
-nobody needs what is overwritten. A digest over number and values tells whether a row is written, and seen whole:
+Collectives have numbers, the same on all ranks. Each has a place on the board, which a later one takes. A rank begins
+one only when all ranks have begun the one that is AHEAD numbers older, and it has read all that every rank has begun;
+so nobody needs what is overwritten. A digest over number and values tells whether a row is written, and seen whole:
 processors may show another's writes in any order.
 """
 
@@ -40,14 +40,15 @@ PLACES = 32
 AHEAD = PLACES // 2 - 1
 
 ROOM = WIDTH - 1
-"""The most values that a rank may give."""
+"""Most values that a rank may give."""
 
 ALIVE_EVERY_S = 0.25
-"""How often one who waits looks whether the others live."""
+"""How often a rank that waits looks whether the others live."""
 
 AWAKE_S = 1.0
-"""One who waits looks every 5 ms. Where the clock went on by more than this in between, he was stopped, and the others
-may have been, too: a scheduler suspends a job, a virtual machine is paused. No more than this counts as time waited."""
+"""A rank that waits looks every 5 ms. If the clock went on by more than this in between, the rank was stopped, and the
+others may have been, too: a scheduler suspends a job, a virtual machine is paused. No more than this counts as
+waiting."""
 
 _NAME = "ckptlib-board"
 _HEAD_NBYTES = 64
@@ -57,7 +58,7 @@ _INVITATION = struct.Struct(f"<qq{_TOKEN_NBYTES}s36s")
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """One that this rank has begun."""
+    """A collective that this rank has begun."""
 
     number: int
     count: int
@@ -66,13 +67,13 @@ class Collective:
 
 
 class Board:
-    """One rank's view of it. Main thread only."""
+    """One rank's view of the board. For the main thread only."""
 
     def __init__(self, fd: int, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
-        """`ranks`: of the job's world, by which errors name them; `rank` is this one's place among them."""
+        """`ranks`: numbers in the job's world, by which errors name them; `rank` is this one's place among them."""
         self._fd, self._rank, self._ranks, self._timeout_s = fd, rank, ranks, timeout_s
         self._numbers = memoryview(mmap.mmap(fd, _nbytes(len(ranks))))[_HEAD_NBYTES:].cast("q")
-        """Of each place a row for each rank."""
+        """For each place, a row for each rank."""
         self._begun = 0
         self._begun_by_all = -1
         """The last collective that every rank is known to have begun."""
@@ -81,7 +82,7 @@ class Board:
 
     @classmethod
     def make(cls, ranks: Sequence[int], timeout_s: float) -> tuple[Self, bytes] | None:
-        """A new one, by rank 0, and an invitation for the others; None where the system has no such memory."""
+        """Makes a board, by rank 0, and an invitation for the others; None if the system has no such memory."""
         if not hasattr(os, "memfd_create") or (boot := _boot_id()) is None:
             return None
         token = secrets.token_bytes(_TOKEN_NBYTES)
@@ -100,7 +101,7 @@ class Board:
 
     @classmethod
     def join(cls, invitation: bytes, rank: int, ranks: Sequence[int], timeout_s: float) -> Self | None:
-        """None where it is on another host, or cannot be reached, as from another container."""
+        """Opens the board; returns None if it is on another host, or cannot be reached, as from another container."""
         if not invitation:
             return None
         pid, number, token, boot = _INVITATION.unpack(invitation)
@@ -118,7 +119,7 @@ class Board:
         return None
 
     def begin(self, values: Sequence[int]) -> Collective:
-        """Gives this rank's values, at most ROOM; as many as the other ranks give."""
+        """Begins a collective with this rank's values: at most ROOM, and as many as the other ranks give."""
         number = self._begun
         self._read_old(number - AHEAD)
         begun = Collective(number, len(values))
@@ -130,14 +131,14 @@ class Board:
         return begun
 
     def end(self, begun: Collective) -> list[list[int]]:
-        """The values of each rank. Raises AgreementFailed when one is gone, or does not come in time."""
+        """Returns the values of each rank. Raises AgreementFailed when one is gone, or does not come in time."""
         if begun.found is None:
             begun.found = self._await(begun)
             self._unread.remove(begun)
         return begun.found
 
     def _read_old(self, last: int) -> None:
-        """Reads what all ranks are known to have begun. Waits until that is up to `last`."""
+        """Reads the collectives that all ranks are known to have begun. Waits until all have begun `last`."""
         unread = self._unread
         if last > self._begun_by_all:
             self.end(next(old for old in unread if old.number == last))
@@ -163,7 +164,7 @@ class Board:
         return [*rows.values()]
 
     def _read(self, begun: Collective) -> dict[int, list[int]]:
-        """The values of each rank that has given its own, in their order."""
+        """Returns the values of each rank that has given its own, in the order of the ranks."""
         rows, at = {}, self._row(begun.number, 0)
         for rank in range(len(self._ranks)):
             values = self._numbers[at + 1 : at + 1 + begun.count]
@@ -173,7 +174,7 @@ class Board:
         return rows
 
     def _row(self, number: int, rank: int) -> int:
-        """Where it begins."""
+        """Returns where a row begins."""
         return (number % PLACES * len(self._ranks) + rank) * WIDTH
 
     def _missing(self, rows: Collection[int]) -> list[int]:
@@ -188,7 +189,7 @@ class Board:
         return AgreementFailed(f"agreement {among}: rank {some} {what}")
 
     def close(self) -> None:
-        """Leaves: who waits for this rank from here on is told that it is gone."""
+        """Leaves the board: a rank that waits for this one from here on is told that it is gone."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -203,7 +204,7 @@ def _digest(number: int, values: array[int] | memoryview) -> int:
 
 
 def _boot_id() -> bytes | None:
-    """What tells this host from others, for as long as it is up."""
+    """Returns what tells this host from others, for as long as it is up."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return file.read().strip()

@@ -24,7 +24,7 @@ from ckptlib.jobs import Given, JobFutures, Result
 from ckptlib.ranks import incarnation
 
 LATE_S = 5.0
-"""How much later than in time the store may answer, at least: a busy machine is not a store that is gone."""
+"""How much longer than its time-out the store may take, at least: a busy machine is not a store that is gone."""
 
 UNREACHED = "another rank, or the store of torch.distributed,"
 
@@ -40,21 +40,21 @@ class Shared:
     """
 
     whole: Store
-    """That of torch.distributed. Another one is another incarnation's."""
+    """The store of torch.distributed. Another one belongs to another incarnation."""
     store: Store
     """Keys and values that no rank has written before this incarnation."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Of this rank, for the group that it makes next: the same until the ranks have agreed on that."""
+    """This rank's nonce for the group that it makes next: the same until the ranks have agreed on that."""
     meetings: Counter[str] = field(default_factory=Counter)
-    """By place: those that this rank has seen the end of."""
+    """By place: the number of meetings that this rank has seen the end of."""
 
 
 def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """gloo connections of our own among the ranks of `over`; collective over it. Raises AgreementFailed.
+    """Makes gloo connections of our own among the ranks of `over`; collective over it. Raises AgreementFailed.
 
-    Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members are in
-    different numbers of groups, since the name it makes of that number differs then. Nor are the calls of this counted:
-    one that fails on some ranks only is made again by these alone. So the ranks agree on a name each time.
+    Does not use `new_group`: that is collective over the world, and with local synchronisation it hangs when its
+    members are in different numbers of groups, since the name it makes of that number differs then. Nor are the calls
+    of this counted: one that fails on some ranks only is made again by these alone. So the ranks agree on a name.
     """
     try:
         shared = shared_by(over, timeout)
@@ -76,7 +76,7 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def _by() -> str:
-    """By which address other hosts reach this rank, and what a user may do where they do not."""
+    """Says by which address other hosts reach this rank, and what a user may do if they do not."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     by = f"the interface {names} (GLOO_SOCKET_IFNAME)" if names else f"what the name {socket.gethostname()} resolves to"
     other = "another one" if names else "the interface that other hosts reach"
@@ -93,7 +93,7 @@ def disconnect(gloo: dist.ProcessGroup) -> None:
 
 
 def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
-    """The error of a collective that gloo gave up."""
+    """Returns the error of a collective that gloo gave up."""
     return AgreementFailed(
         f"{what} among {size} ranks failed on rank {dist.get_rank()}: another rank is gone, or did not "
         f"answer within {timeout.total_seconds():.0f} s: {error}"
@@ -105,7 +105,7 @@ _shared: dict[str, Shared] = {}
 
 
 def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:
-    """By the ranks of a process group. Collective where it is new. Raises AgreementFailed."""
+    """Returns what the ranks of a process group share. Collective if the group is new. Raises AgreementFailed."""
     whole = dist.distributed_c10d._get_default_store()
     known = _shared.get(over.group_name)
     if known is None or known.whole is not whole:
@@ -116,13 +116,13 @@ def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:
 
 
 def _agree(over: dist.ProcessGroup, place: Store, nonce: str, timeout: timedelta) -> str:
-    """See `incarnation.agree`. Raises AgreementFailed also where the store is gone, or does not answer."""
+    """Agrees on a name; see `incarnation.agree`. Raises AgreementFailed also if the store is gone or silent."""
     ranks = dist.get_process_group_ranks(over)
     return ask_store(timeout, incarnation.agree, place, ranks, over.rank(), nonce, timeout)
 
 
 def ask_store(timeout: timedelta, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-    """As `_in_time`, of the store. Raises AgreementFailed also where the store is gone."""
+    """Asks the store by `_in_time`. Raises AgreementFailed also if the store is gone."""
     try:
         return _in_time(timeout, "the store of torch.distributed", call, *args, **kwargs)
     except RuntimeError as error:
@@ -132,11 +132,11 @@ def ask_store(timeout: timedelta, call: Callable[Given, Result], *args: Given.ar
 def _in_time(
     timeout: timedelta, whom: str, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
 ) -> Result:
-    """What a call returns that has this time-out and asks the store. Raises AgreementFailed, which names `whom`, where
-    there is no answer.
+    """Returns the result of a call that has this time-out and asks the store. Raises AgreementFailed, which names
+    `whom`, if there is no answer.
 
-    The store's client waits for an answer for ever. So a thread asks, and is left alone where none comes. It has half
-    the time more, or LATE_S: what it raises itself says more.
+    The store's client waits for an answer for ever. So a thread asks, and is left alone if none comes. It has half the
+    time more, or LATE_S: an error that it raises itself says more.
     """
     timeout_s = timeout.total_seconds()
     asking, limit_s = JobFutures("store"), timeout_s + max(timeout_s / 2, LATE_S)
@@ -156,12 +156,13 @@ def _in_time(
 
 @functools.lru_cache(maxsize=1)
 def _nonce(whole: Store) -> str:
-    """Of this process in this incarnation: when it has given up waiting, and comes again, it is still the one that was
-    counted. The next incarnation may find this one's keys in the same store."""
+    """Returns the nonce of this process in this incarnation: when it has given up waiting, and comes again, it is still
+    the one that was counted. The next incarnation may find this one's keys in the same store."""
     return secrets.token_hex(8)
 
 
 def links_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Types of devices whose memory the group sends over links of their own, not by way of the host as gloo does."""
+    """Returns the types of devices whose memory the group sends over links of their own, not through the host as
+    gloo."""
     backends = [entry.partition(":") for entry in str(dist.get_backend_config(group)).split(",")]
     return frozenset(device for device, _, backend in backends if backend not in BY_THE_HOST)

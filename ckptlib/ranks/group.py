@@ -1,7 +1,7 @@
 """The ranks of a job, and the few collectives that ckptlib needs of them.
 
-Every collective here is called by all ranks, in the same order, on the main thread. Bytes and integers only: nothing is
-pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
+All ranks call every collective here, in the same order, on the main thread. Collectives take bytes and integers only:
+nothing is pickled. A group of their own (gloo, CPU) keeps them apart from the trainer's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptlib.ranks.connections import connect, disconnect, failure, links_of
 Result = TypeVar("Result")
 
 MEET_S = 5.0
-"""How often ranks meet that wait for something long: the death of one ends what the others wait for."""
+"""How often ranks meet while they wait for something long: the death of one ends what the others wait for."""
 
 
 class Extremes(NamedTuple):
@@ -44,23 +44,23 @@ class Group(ABC):
     rank: int
     size: int
     patience_s: float
-    """How long a rank may be at something by itself before it meets the others: then none of them times out in a
+    """How long a rank may do something by itself before it meets the others: then none of them times out in a
     collective, and one that is gone is noticed."""
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
-        """Each rank's bytes, by rank."""
+        """Returns each rank's bytes, by rank."""
 
     @abstractmethod
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes; the others pass None."""
+        """Returns rank 0's bytes; the others pass None."""
 
     @abstractmethod
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
         """Fills `buffer`, bytes in host memory and of the same size everywhere, with that of `rank`."""
 
     def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
-        """As `broadcast_from`, of a device's bytes, over the trainers' own group, such as NCCL's.
+        """Does what `broadcast_from` does with a device's bytes, over the trainers' own group, such as NCCL's.
 
         Returns False, on all ranks, if that group has no links between devices of this type.
         """
@@ -79,10 +79,10 @@ class Group(ABC):
 
     @abstractmethod
     def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begins an element-wise sum over all ranks, as `start_max` a maximum. Of at most 64 bits."""
+        """Begins an element-wise sum over all ranks, as `start_max` begins a maximum. Sums have at most 64 bits."""
 
     def max(self, values: Sequence[int]) -> list[int]:
-        """The element-wise maximum over all ranks."""
+        """Returns the element-wise maximum over all ranks."""
         return self.start_max(values)()
 
     def start_extremes(self, highs: Sequence[int], lows: Sequence[int]) -> Callable[[], Extremes]:
@@ -99,7 +99,7 @@ class Group(ABC):
         return extremes
 
     def extremes(self, highs: Sequence[int], lows: Sequence[int]) -> Extremes:
-        """The element-wise maximum of `highs` and minimum of `lows` over all ranks, by one collective."""
+        """Returns the element-wise maximum of `highs` and minimum of `lows` over all ranks, by one collective."""
         return self.start_extremes(highs, lows)()
 
     def any(self, flag: bool) -> bool:
@@ -108,7 +108,7 @@ class Group(ABC):
 
     @abstractmethod
     def global_rank(self, rank: int) -> int:
-        """The rank in the job's world, by which meshes count."""
+        """Returns the rank in the job's world, by which meshes count."""
 
     @abstractmethod
     def close(self) -> None:
@@ -154,7 +154,7 @@ class TorchGroup(Group):
     """The ranks of a torch.distributed process group, over gloo connections of our own."""
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
-        """Collective over `over`."""
+        """Connects the ranks. Collective over `over`."""
         self._over = over
         self._links = links_of(over)
         self._ranks = dist.get_process_group_ranks(over)
@@ -165,13 +165,13 @@ class TorchGroup(Group):
         self._held: deque[tuple[torch.Tensor, ...]] = deque(maxlen=8)
         self._max, self._sum = _options(dist.ReduceOp.MAX), _options(dist.ReduceOp.SUM)
         self._numbers: dict[int, list[_Numbers]] = {}
-        """By how many they are: those that no collective is at work on."""
+        """By their number of integers: those that no collective is at work on."""
         self._gloo = connect(over, timeout)
         self._board: Board | None = None
         self._board = self._share_board()
 
     def _share_board(self) -> Board | None:
-        """Where all ranks are on one host, for the small collectives. Collective."""
+        """Returns a board for the small collectives, if all ranks are on one host. Collective."""
         if self.size == 1:
             return None
         given = self._ranks, self._timeout.total_seconds()
@@ -299,7 +299,7 @@ class TorchGroup(Group):
 
 
 class _Numbers:
-    """Integers for a collective. They are used again: after a step of training it takes 0.1 ms to make a tensor."""
+    """Integers for a collective. They are reused: after a step of training it takes 0.1 ms to make a tensor."""
 
     __slots__ = ("array", "tensor")
 
@@ -315,4 +315,4 @@ def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 
 LET_GO_S = 1.0
-"""More than a thread takes to get the GIL; a collective that never ended would keep its tensors for ever."""
+"""More than a thread takes to get the GIL; a collective that never ends would keep its tensors for ever."""

@@ -17,12 +17,12 @@ class HeldSteps:
         self.newest = NONE
         """The newest step held."""
         self.since = 0
-        """Of all snapshots of this step and later that have come to an end, none failed."""
+        """No snapshot of this step or later that has come to an end has failed."""
         self.settled = NONE
         """The newest step whose snapshot has come to an end."""
 
     def note(self, step: int, held: bool) -> None:
-        """The snapshot of `step` came to an end; in the order in which they were begun."""
+        """Notes that the snapshot of `step` came to an end; in the order in which they were begun."""
         self.settled = step
         if held:
             self.newest = step
@@ -30,13 +30,13 @@ class HeldSteps:
             self.since = max(self.since, step + 1)
 
     def void(self, step: int) -> None:
-        """The snapshot of `step` is worth nothing after all; told on all ranks at the same step."""
+        """Notes that the snapshot of `step` is worth nothing after all; on all ranks at the same step."""
         self.since = max(self.since, step + 1)
 
     @staticmethod
     def by_all(oldest_newest: int, latest_since: int) -> int:
-        """The newest step that all ranks are sure to hold, from the minimum of `newest` and the maximum of `since`.
+        """Returns the newest step that all ranks surely hold, by the minimum of `newest` and the maximum of `since`.
 
-        The minimum alone could name a step that failed on a rank which holds a later one. NONE where it is not sure.
+        The minimum alone could name a step that failed on a rank which holds a later one. NONE if it is not sure.
         """
         return oldest_newest if oldest_newest >= latest_since else NONE

@@ -1,9 +1,9 @@
-"""Which incarnation of a job this is: a name that all of its ranks have, and that none before had. Each group that
-they make in it gets its name in the same way.
+"""Names this incarnation of a job: all of its ranks have the name, and none before had it. Each group that they make in
+it gets its name in the same way.
 
-Agreed in the store by which the ranks found each other. torchrun's may outlive them, with all that dead ones wrote; its
-agents count restarts each for itself, so that one in a lost node's place begins at 0 again (torch 2.13); and processes
-may make their process group again.
+The ranks agree on it in the store by which they found each other. torchrun's store may outlive them, with all that dead
+ones wrote; its agents count restarts each for itself, so that one in a lost node's place begins at 0 again (torch
+2.13); and processes may make their process group again.
 
     rank 0: offer    = a name, new
     rank r: came/r   = the name that it sees, and a nonce of its own; again when another is offered
@@ -27,8 +27,8 @@ POLL_LAST_S = 0.1
 
 
 def agree(store: Store, ranks: Sequence[int], rank: int, nonce: str, timeout: timedelta) -> str:
-    """The name; collective. `ranks`: of the world, for messages; `rank`: this one's place among them. `nonce`: of no
-    other process, and of no name agreed before; the same when it has failed and comes again.
+    """Returns the name; collective. `ranks`: numbers in the world, for messages; `rank`: this one's place among them.
+    `nonce`: of no other process, and of no name agreed before; the same when this rank has failed and comes again.
 
     Raises AgreementFailed when the others do not come in time.
     """

@@ -1,7 +1,7 @@
 """The link between ranks: bytes from the memory of one into that of another, over gloo connections of their own.
 
-Point-to-point only, so that it may be used on other threads than the main one, several at once. Knows nothing of the
-bytes' meaning.
+Point-to-point only, so that several threads may use it at once, and not the main one alone. Knows nothing of what the
+bytes mean.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckptlib.errors import AgreementFailed
 from ckptlib.ranks.connections import connect, disconnect
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Per message. Each costs a few wake-ups of both ranks: over loopback, on two cores, messages of 16, 32 and 64 MiB ran
-at 0.74, 0.90 and 0.97 of the speed of a single one for all (median of 8)."""
+"""Bytes per message. Each costs a few wake-ups of both ranks: over loopback, on two cores, messages of 16, 32 and 64
+MiB ran at 0.74, 0.90 and 0.97 of the speed of a single one for all (median of 8)."""
 
 IN_FLIGHT = 2
 """Messages under way in each stream: one is on its way while the one before is being waited for."""
@@ -33,8 +33,9 @@ REQUEST_WITHIN = timedelta(days=1)
 _DATA, _END, _ANSWER, _REQUEST = range(4)
 """What goes with a message: a byte behind it, and one back when it is there. Requests of all tags come in one line.
 
-These are what is waited for. When a connection closes, gloo (torch 2.13) does not tell a rank that waits for a message
-of which a part has gone through: in 10 of 12 kills in the middle of a body the other rank waited until its time-out.
+Ranks wait for these bytes, not for the message. When a connection closes, gloo (torch 2.13) does not tell a rank that
+waits for a message of which a part has gone through: in 10 of 12 kills in the middle of a body the other rank waited
+until its time-out.
 """
 
 _NOTHING = 2**31 - 1
@@ -48,13 +49,13 @@ class Link:
     different tags or in different directions do not wait for one another. Sender and receiver give buffers of the same
     size. Buffers are used where they are, and are the caller's again on return.
 
-    Every wait for a message of at most CHUNK_BYTES has the link's time-out, but for that for a request. After a failure
-    gloo has closed the connection to that peer for good, after a time-out those to all peers.
+    Every wait for a message of at most CHUNK_BYTES has the link's time-out, but for the wait for a request. After a
+    failure gloo has closed the connection to that peer for good; after a time-out, those to all peers.
     """
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta, connect_within: timedelta | None = None) -> None:
-        """Collective over `over`, from any thread, one at a time. `connect_within`: None for `timeout`. Raises
-        AgreementFailed."""
+        """Connects. Collective over `over`, from any thread, one at a time. `connect_within`: None stands for
+        `timeout`. Raises AgreementFailed."""
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.rank = over.rank()
@@ -64,7 +65,7 @@ class Link:
         self._gloo = connect(over, connect_within or timeout)
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the job's world, by which people know it."""
+        """Returns the rank in the job's world, by which people know it."""
         return self._ranks[rank]
 
     def send(self, to: int, buffer: memoryview, tag: int) -> None:
@@ -73,12 +74,12 @@ class Link:
             pass
 
     def recv(self, frm: int, buffer: memoryview, tag: int) -> None:
-        """Fills the buffer. Raises AgreementFailed, with anything in it."""
+        """Fills the buffer. Raises AgreementFailed, and leaves anything in the buffer then."""
         for _ in self.arriving(frm, buffer, tag):
             pass
 
     def arriving(self, frm: int, buffer: memoryview, tag: int) -> Iterator[int]:
-        """Like `recv`; gives the number of bytes that are there, each time that it has grown.
+        """Does what `recv` does; yields the number of bytes that are there, each time that it has grown.
 
         More are on their way then. It must be exhausted: nothing else can be received with this tag before.
         """
@@ -86,7 +87,7 @@ class Link:
         return self._stream(self._begin_recv, frm, buffer, tag, "receiving from")
 
     def begin_send(self, to: int, buffer: memoryview, tag: int) -> Callable[[], None]:
-        """Like `send`, of at most CHUNK_BYTES at once; returns a function that waits until the peer has them.
+        """Begins what `send` does, with at most CHUNK_BYTES; returns a function that waits until the peer has them.
 
         Several may be under way; they are waited for in the order in which they were begun. Both raise AgreementFailed.
         """
@@ -94,23 +95,23 @@ class Link:
             return partial(self._end_one, to, "sending to", self._begin_send(to, _tensor(buffer), 4 * tag), buffer)
 
     def begin_recv(self, frm: int, buffer: memoryview, tag: int) -> Callable[[], None]:
-        """Like `recv`, as `begin_send`."""
+        """Begins what `recv` does, in the way of `begin_send`."""
         with self._reaching(frm, "receiving from"):
             return partial(
                 self._end_one, frm, "receiving from", self._begin_recv(frm, _tensor(buffer), 4 * tag), buffer
             )
 
     def _end_one(self, peer: int, what: str, wait: Callable[[], None], buffer: memoryview) -> None:
-        """`buffer`: kept until then."""
+        """Waits for one message. `buffer`: kept until then."""
         with self._reaching(peer, what):
             wait()
 
     def ask(self, peer: int, request: memoryview, answer: Sequence[memoryview], tag: int) -> None:
         """Sends a request to the peer that waits in `recv_request`, and fills the buffers with its answer.
 
-        The last buffer is small: this end waits for that one, see _DATA; nor does gloo tell who waits for a message to
-        be sent that stands behind another one when the connection closes. The rest has CHUNK_BYTES at most. One at a
-        time with each tag. Raises AgreementFailed, with anything in the buffers.
+        The last buffer is small, and this end waits for that one: see _DATA. Nor does gloo tell a rank that its message
+        will not be sent, if it stands behind another one when the connection closes. The rest has CHUNK_BYTES at most.
+        One request at a time with each tag. Raises AgreementFailed, and leaves anything in the buffers then.
         """
         with self._reaching(peer, "asking"):
             coming = [self._gloo.recv([_tensor(buffer)], peer, 4 * tag + _DATA) for buffer in answer]
@@ -118,15 +119,16 @@ class Link:
             self._wait(*reversed(coming), sent)
 
     def begin_request(self, peer: int, request: memoryview) -> Callable[[], None]:
-        """Sends one that is not answered. Returns a function that waits until the peer has it, as `begin_send` does."""
+        """Sends a request that is not answered. Returns a function that waits until the peer has it, like
+        `begin_send`."""
         with self._reaching(peer, "asking"):
             sent = self._gloo.send([_tensor(request)], peer, _REQUEST)
             return partial(self._end_one, peer, "asking", lambda: self._wait(sent), request)
 
     def recv_request(self, request: memoryview) -> int:
-        """Waits for the next one, however long nobody has anything to ask for, and returns whose it is.
+        """Waits for the next request, however long nobody has anything to ask for, and returns the rank that sent it.
 
-        Nobody's death ends the wait. Raises AgreementFailed where a peer is lost before it has sent all of one. gloo
+        Nobody's death ends the wait. Raises AgreementFailed if a peer is lost before it has sent all of a request. gloo
         offers that one again to whoever asks for the next, and no other peer's. So this closes the connections to all
         peers: they would wait until their time-out.
         """
@@ -140,10 +142,10 @@ class Link:
 
     def cut(self) -> None:
         """Closes the connections to all peers. Whoever waits for the answer to a request, at either end, raises
-        AgreementFailed; but who waits for a request waits on, and who answers one may wait for the time-out. From any
-        thread."""
+        AgreementFailed; but a rank that waits for a request waits on, and one that answers may wait for the time-out.
+        Any thread may call it."""
         self.broken = True
-        with suppress(RuntimeError):  # a time-out: the one way to it that each torch has
+        with suppress(RuntimeError):  # a time-out: the only way to it that each torch has
             self._gloo.recv_anysource([_byte()], _NOTHING).wait(timedelta(milliseconds=1))
 
     def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
@@ -152,7 +154,7 @@ class Link:
             self._wait(*[self._gloo.send([_tensor(buffer)], to, 4 * tag + _DATA) for buffer in answer])
 
     def give_up(self, peer: int, why: str) -> AgreementFailed:
-        """To be raised where the next message of a peer can no longer be told: all connect anew."""
+        """Returns the error for a peer whose next message can no longer be told: all connect anew."""
         self.broken = True
         return AgreementFailed(
             f"the link to rank {self._ranks[peer]} is given up on rank {self._ranks[self.rank]}: {why}"
@@ -204,7 +206,7 @@ class Link:
 
 
 Begin = Callable[[int, torch.Tensor, int], Callable[[], None]]
-"""(peer, data, tag) to a function that waits for it."""
+"""Takes (peer, data, tag); returns a function that waits for it."""
 
 
 def _end(wait: Callable[[], None], end: int) -> int:
@@ -217,7 +219,7 @@ def _byte() -> torch.Tensor:
 
 
 def _tensor(buffer: memoryview) -> torch.Tensor:
-    """The same memory. Does not keep it alive where it is read-only, and must not be written to then.
+    """Returns the same memory as a tensor. It does not keep read-only memory alive, and must not be written to then.
 
     torch knows no read-only memory, and warns of it.
     """

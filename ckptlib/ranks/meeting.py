@@ -1,7 +1,7 @@
 """How the ranks of a process group find each other: the group made over it, and meetings.
 
-A meeting guards calls that one rank may make alone by mistake. It goes by keys in the store that the ranks share, not
-by a collective, so a rank that waits in vain leaves nothing half done.
+A meeting guards calls that one rank may make alone by mistake. It uses keys in the store that the ranks share, not a
+collective, so a rank that waits in vain leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckptlib.ranks.notices import Notices
 log = logging.getLogger(__name__)
 
 ALONE = ("", "1")
-"""What WORLD_SIZE is where no launcher has started other ranks."""
+"""Values of WORLD_SIZE if no launcher has started other ranks."""
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The one given, else the world; None where torch.distributed is not initialised.
+    """Returns the given group, else the world; None if torch.distributed is not initialised.
 
     Raises AgreementFailed in a process that was forked from a rank: to use the rank's connections would break them.
     """
@@ -42,7 +42,7 @@ def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 _inherited_world: dist.ProcessGroup | None = None
-"""Of the rank that this process was forked from."""
+"""The world of the rank that this process was forked from."""
 
 
 def _in_child() -> None:
@@ -56,7 +56,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
-    """The group over a process group; a job of one where torch.distributed is not initialised."""
+    """Returns the group over a process group; a job of one if torch.distributed is not initialised."""
     found = group_or_world(over)
     if found is None:
         _warn_of_others(os.environ.get("WORLD_SIZE", ""))
@@ -65,7 +65,7 @@ def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
 
 
 def is_gone(over: dist.ProcessGroup | None) -> bool:
-    """Whether a process group was destroyed; None, which stands for none: whether there is one by now."""
+    """Whether a process group was destroyed; for None, which stands for none: whether there is one by now."""
     has_world = dist.is_available() and dist.is_initialized()
     if not has_world or over is None:
         return has_world == (over is None)
@@ -85,7 +85,7 @@ def is_alone() -> bool:
 
 @functools.cache
 def _warn_of_others(world_size: str) -> None:
-    """Said once, where a launcher has started several ranks that do not know of one another."""
+    """Warns, once, if a launcher has started several ranks that do not know of one another."""
     if world_size not in ALONE:
         log.warning(
             "WORLD_SIZE is %s, but there is no process group: this process is a job of its own, and so are the others; "
@@ -95,7 +95,8 @@ def _warn_of_others(world_size: str) -> None:
 
 
 def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) -> Notices:
-    """Those of the ranks of a process group, who met before, under a name that is new. None: of a job of one."""
+    """Returns the notices of the ranks of a process group, which met before. `name`: new. `over`: None for a job of
+    one."""
     if over is None or over.size() == 1:
         return Notices(None, name, 1)
     return Notices(shared_by(over, timeout).store, name, over.size())
@@ -104,9 +105,9 @@ def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) 
 def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedelta) -> None:
     """Returns when every rank of `over` has come to `place`, for the same `what`.
 
-    No collective, which would be left half done: a rank that waits in vain gives the meeting up for all, and who comes
-    later goes to the next one, so that ranks find each other again. Raises AgreementFailed that names the ranks that
-    did not come within `timeout`, or came for something else.
+    It is no collective, which would be left half done: a rank that waits in vain gives the meeting up for all, and
+    whoever comes later goes to the next one, so that ranks find each other again. Raises AgreementFailed, which names
+    the ranks that did not come within `timeout`, or came for something else.
     """
     group = group_or_world(over)
     if group is None or group.size() == 1:
@@ -124,7 +125,7 @@ def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedel
 
 
 def _attend_in_time(store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta) -> bool:
-    """See `_attend`. Raises AgreementFailed also where the store is gone, or does not answer."""
+    """See `_attend`. Raises AgreementFailed also if the store is gone, or does not answer."""
     left = threading.Event()
     try:
         return ask_store(timeout, _attend, store, number, group, what, timeout, left)
@@ -135,9 +136,9 @@ def _attend_in_time(store: Store, number: int, group: dist.ProcessGroup, what: s
 def _attend(
     store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta, left: threading.Event
 ) -> bool:
-    """Whether the meeting takes place; False when it was over before this rank came. Raises AgreementFailed.
+    """Returns whether the meeting takes place; False when it was over before this rank came. Raises AgreementFailed.
 
-    `left`: set when this rank waits no longer. Where the store answers after that, the meeting is given up for all.
+    `left`: set when this rank waits no longer. If the store answers after that, the meeting is given up for all.
     """
     verdict = f"{number}/verdict"
     if store.check([verdict]):
@@ -167,7 +168,7 @@ def _attend(
 
 
 def _come(store: Store, number: int, group: dist.ProcessGroup, what: str) -> int:
-    """How many ranks have come to the meeting, with this one."""
+    """Notes that this rank has come. Returns how many ranks have come to the meeting, with this one."""
     store.set(f"rank{group.rank()}", f"{number} {what}")
     return store.add(f"{number}/count", 1)
 
@@ -182,7 +183,7 @@ _MET = "met"
 
 
 def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]:
-    """By rank of the world: the purpose that it came to this meeting for."""
+    """Returns, by rank of the world, the purpose that it came to this meeting for."""
     found = {}
     for rank, rank_of_world in enumerate(dist.get_process_group_ranks(group)):
         if store.check([f"rank{rank}"]):
@@ -193,6 +194,6 @@ def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]
 
 
 def _differing(came: dict[int, str]) -> str:
-    """Which ranks came for which purpose; nothing when all came for the same."""
+    """Says which ranks came for which purpose; nothing when all came for the same."""
     first = {what: rank for rank, what in sorted(came.items(), reverse=True)}
     return "; ".join(f"rank {rank} called {what}" for what, rank in first.items()) if len(first) > 1 else ""

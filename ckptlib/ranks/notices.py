@@ -1,8 +1,8 @@
 """Notices from rank 0 to all others without a collective: each rank finds them when it looks.
 
-By a key in the store that the ranks share, so that nobody waits for anybody. Looking is a hint at best: the store may
-be gone with the host of another rank, and its client waits for an answer for ever. So a thread asks, and a look returns
-its last answer.
+They are left under a key in the store that the ranks share, so that nobody waits for anybody. Looking is a hint at
+best: the store may be gone with the host of another rank, and its client waits for an answer for ever. So a thread
+asks, and a look returns its last answer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ KEPT = 8
 """How many notices stay. A rank that looks for an older one has waited for long, and asks the store."""
 
 LOOKS_PER_S = 2000
-"""Of all ranks together, that one store answers with ease."""
+"""How many looks of all ranks together one store answers with ease."""
 
 LET_GO_S = 1.0
 
 
 class Notices:
-    """Of one rank; main thread. Only one rank leaves any."""
+    """One rank's notices; for the main thread. Only one rank leaves any."""
 
     def __init__(self, store: Store | None, name: str, size: int) -> None:
-        """`store`: of the ranks; None: there is but one. `name`: the same on all ranks, and new."""
+        """`store`: that of the ranks; None: there is but one rank. `name`: the same on all ranks, and new."""
         self._store = None if store is None else PrefixStore("notices", store)
         self._name = name
         self._left: deque[str] = deque(maxlen=KEPT)
@@ -45,7 +45,7 @@ class Notices:
         return self._store is None
 
     def leave(self, notice: str) -> None:
-        """One line. It is found from now on, unless the store is gone."""
+        """Leaves a notice, of one line. It is found from now on, unless the store is gone."""
         self._left.append(notice)
         if self._store is not None:
             try:
@@ -54,7 +54,8 @@ class Notices:
                 self._lose(error)
 
     def look(self) -> tuple[str, ...]:
-        """The last ones, as far as they are known by now; oldest first. Returns at once, and has them looked for."""
+        """Returns the last notices, as far as they are known by now, oldest first. Does not wait, but has a thread
+        look."""
         if self._store is not None and time.monotonic() - self._looked >= self._pause_s:
             self._thread = self._thread or JobThread("notices")
             if not self._thread.busy:

@@ -1,4 +1,4 @@
-"""One rank's error becomes an error on every rank, so that all of them go on, or none.
+"""Makes one rank's error an error on every rank, so that all of them go on, or none.
 
 Knows which classes of errors travel between ranks: those of ckptlib.
 """
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOLD_AFTER_S = 60.0
-"""After so long a rank says that most others wait for it; again after twice as long each time."""
+"""Seconds after which a rank says that most others wait for it; again after twice as long each time."""
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """The result of `call`, if it succeeds on every rank; collective.
+    """Returns the result of `call`, if it succeeds on every rank; collective.
 
-    Else all ranks raise an error of the same class, since callers act on it: that of the first rank that failed, or its
-    base class, where that is ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none
-    waits for one that gave up.
+    Otherwise all ranks raise an error of one class, since callers act on it: that of the first rank that failed, or its
+    first base class that is ckptlib's, or else AgreementFailed. A rank whose own error is of that class raises its own.
+    No rank goes on alone, and none waits for one that gave up.
     """
     own: Exception | None = None
     try:
@@ -54,23 +54,23 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
 
 
 def by_rank_0(group: Group, what: str, call: Callable[[], bytes]) -> bytes:
-    """What `call` gives on rank 0, which alone makes it; collective. Raises as `together` does."""
+    """Returns what `call` returns on rank 0, which alone makes it; collective. Raises as `together` does."""
     return group.broadcast(together(group, what, lambda: call() if group.rank == 0 else None))
 
 
 def _known(error: Exception) -> str:
-    """The name of the class by which every rank knows an error: a store of the user's may raise a class of its own."""
+    """Returns the name of the class by which every rank knows an error: a user's store may raise a class of its own."""
     own = type(error)
     known = (cls.__name__ for cls in own.__mro__ if cls.__module__ == errors.__name__)
     return next(known, f"{own.__module__}.{own.__qualname__}")
 
 
 def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """As `together`, for calls that may take one rank longer than a collective waits.
+    """Does what `together` does, for calls that may take one rank longer than a collective waits.
 
     The call runs in a thread; the ranks meet now and then, so that a slow rank is waited for, and a dead one is not. A
-    rank that most others have waited for a while says so: its disk may hang, for ever. Where one has lost another, none
-    is waited for, and all raise AgreementFailed. Returns, or raises, when the call has ended here.
+    rank that most others have waited for says so after a while: its disk may hang, for ever. If one has lost another,
+    none is waited for, and all raise AgreementFailed. Returns, or raises, when the call has ended here.
     """
     if group.size == 1:
         return together(group, what, call)
@@ -79,8 +79,8 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
 
 
 def together_while_all_live(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """As `together_at_length`, for a call that waits for the other ranks up to a time-out of its own. Where one of them
-    is gone, it is left to itself, and nothing may depend on what it does then."""
+    """Does what `together_at_length` does, for a call that waits for the other ranks up to a time-out of its own. If
+    one of them is gone, the call is left to itself, and nothing may depend on what it does then."""
     calling = JobFutures("while-all-live")
     try:
         return _meet_until_done(group, what, partial(calling.submit, call))
