@@ -1,4 +1,4 @@
-"""Slots on this host, found by their files."""
+"""Finds slots on this host by their files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MEMORY = Path("/dev/shm")
 
 
 def usual() -> tuple[Path, ...]:
-    """Where slots are, unless a job was told to make them elsewhere: the usual one first.
+    """Returns where slots are, unless a job was told to make them elsewhere: the usual place first.
 
-    Memory alone where there is no temporary directory, as in a container whose root is read-only.
+    Memory alone if there is no temporary directory, as in a container whose root is read-only.
     """
     try:
         return MEMORY, Path(tempfile.gettempdir())
@@ -29,10 +29,10 @@ def usual() -> tuple[Path, ...]:
 
 
 def check_given(directory: Path) -> None:
-    """Raises NoRoom where a job was told to make its slots in a directory that is none.
+    """Raises NoRoom if a job was told to make its slots in a directory that is none.
 
-    A full one passes: what fills it may be slots of a dead job. So does one that takes no files now: a restore may come
-    from other hosts, and its rights be given back before the next snapshot.
+    A full directory passes: what fills it may be slots of a dead job. So does one that takes no files now: a restore
+    may come from other hosts, and its rights may be given back before the next snapshot.
     """
     if os.path.isdir(directory):
         return
@@ -49,9 +49,9 @@ class SlotFile:
 
     path: Path
     nbytes: int
-    """Of its file."""
+    """Bytes of its file."""
     header: SlotHeader | None
-    """None: empty, or torn."""
+    """None: the slot is empty, or torn."""
     in_use: bool
     """Whether a process has it open, and does not merely wait for a successor; or a late writer may open it."""
 
@@ -62,7 +62,7 @@ class SlotFile:
 
 
 def find(directories: Iterable[Path]) -> Iterator[SlotFile]:
-    """The slots of this user."""
+    """Yields the slots of this user."""
     directories = list(directories)
     late = {writer_lock.generation_of(path) for path in _locks(directories) if writer_lock.is_awaited(path)}
     for directory in directories:
@@ -85,7 +85,7 @@ def _locks(directories: Iterable[Path], prefix: str = "ckptlib-") -> Iterator[Pa
 
 
 def clean_locks(directories: Iterable[Path], prefix: str) -> None:
-    """Removes the locks that dead writers have left. `prefix`: of their names."""
+    """Removes the locks that dead writers have left. `prefix`: the beginning of their names."""
     for path in _locks(directories, prefix):
         writer_lock.reclaim(path)
 

@@ -1,6 +1,6 @@
 """The header of a slot: its first page, a sealed document that says what the slot holds, and whether it is whole.
 
-It is written in place, over the one before it; what is torn does not match the digest that seals it. No files, no
+It is written in place, over the one before it; a torn header does not match the digest that seals it. No files, no
 locks, no torch.
 """
 

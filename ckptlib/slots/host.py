@@ -12,7 +12,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_platform() -> None:
-    """Raises SaveFailed where there can be no slots, or none that outlive their process safely."""
+    """Raises SaveFailed if there can be no slots, or none that outlive their process safely."""
     lacking = [name for name in ("posix_fallocate", "pidfd_open", "preadv") if not hasattr(os, name)]
     if lacking:
         raise SaveFailed(
@@ -22,11 +22,12 @@ def check_platform() -> None:
 
 
 def boot_id() -> str:
-    """Names this machine until it boots again. Containers have host names of their own; one machine has one boot id."""
+    """Returns a name of this machine until it boots again. Containers have host names of their own; one machine has one
+    boot id."""
     return BOOT_ID.read_text().strip()
 
 
 def memory_of(directory: Path) -> str:
-    """Names the memory that slots of a directory lie in: the same for all who see the same files."""
+    """Returns a name of the memory that slots of a directory lie in: the same for all who see the same files."""
     found = os.stat(directory)
     return f"{boot_id()}:{found.st_dev}:{found.st_ino}"

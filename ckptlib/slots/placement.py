@@ -1,8 +1,8 @@
 """Placement: which ranks keep the replicas of which. Pure integers and names: no torch, no I/O.
 
-Gemini's (SOSP 2023), over failure domains: they are cut into groups of copies + 1, each of which holds the snapshots
-of all its members, so that few sets of lost domains take every copy of something with them. Where the number does not
-divide, the rest joins the last group, which then is a ring: a domain's copies go to the next ones around it.
+Gemini's placement (SOSP 2023), over failure domains: they are cut into groups of copies + 1, each of which holds the
+snapshots of all its members, so that few sets of lost domains take every copy of something with them. If the number
+does not divide, the rest joins the last group, which then is a ring: a domain's copies go to the next ones around it.
 
 Domains that hold the same of the state (the replicas of HSDP, or of a pipeline's stage) come into one group before
 others do, and within it rank meets rank that holds the same: what both have needs no transfer.
@@ -25,30 +25,30 @@ class ReplicaMap:
     holders: tuple[tuple[int, ...], ...]
     """Per rank: the ranks that keep a replica of its snapshots; each in a domain of its own, none in the rank's."""
     kinds: tuple[int, ...]
-    """Per rank: a number that it shares with those that hold the same of the state; empty where nothing is known."""
+    """Per rank: a number that it shares with those that hold the same of the state; empty if nothing is known."""
 
     @property
     def copies(self) -> int:
-        """Replicas of each rank's snapshots."""
+        """Number of replicas of each rank's snapshots."""
         return len(self.holders[0])
 
     def origins(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose replicas a rank keeps, ascending."""
+        """Returns the ranks whose replicas a rank keeps, ascending."""
         return tuple(origin for origin, holders in enumerate(self.holders) if rank in holders)
 
     @property
     def num_losses_survived(self) -> int:
-        """As many domains may be gone, whichever they are, with a copy left of every rank's snapshots."""
+        """How many domains may be gone, whichever they are, with a copy left of every rank's snapshots."""
         homes = ({self.domains[r] for r in (rank, *holders)} for rank, holders in enumerate(self.holders))
         return min(map(len, homes)) - 1
 
 
 def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> ReplicaMap:
-    """The placement of `copies` replicas of each rank's snapshots, beside its own. `domains`: per rank.
+    """Returns the placement of `copies` replicas of each rank's snapshots, beside its own. `domains`: per rank.
 
     `kinds`: see `ReplicaMap`.
 
-    Raises ValueError where there are too few domains for so many copies.
+    Raises ValueError if there are too few domains for so many copies.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, domain in enumerate(domains):
@@ -74,7 +74,7 @@ def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> Rep
 
 
 def _rings(alike: list[list[str]], size: int) -> list[list[str]]:
-    """Groups of `size` domains, of those that are alike first; the last one takes the rest, too."""
+    """Returns groups of `size` domains, of those that are alike first; the last one takes the rest, too."""
     rings = [ring for domains in alike if len(domains) >= size for ring in _cut(domains, size)]
     rest = [domain for domains in alike if len(domains) < size for domain in domains]
     if len(rest) >= size:

@@ -11,10 +11,10 @@ from ckptlib.slots.header import SlotHeader
 
 
 class ReadableSlot(ABC):
-    """A slot to be read, wherever it lies. From any thread."""
+    """A slot to be read, wherever it lies. Any thread may use it."""
 
     where: str
-    """For people."""
+    """The place, for messages."""
 
     @property
     @abstractmethod
@@ -24,11 +24,11 @@ class ReadableSlot(ABC):
     @property
     @abstractmethod
     def end(self) -> int:
-        """No document reaches behind this byte; looked up before memory is taken for one."""
+        """No document reaches beyond this byte; looked up before memory is taken for one."""
 
     @abstractmethod
     def read_at(self, at: int, buffer: memoryview) -> None:
-        """Fills `buffer`, from this byte of the slot on. Raises FormatError behind the end."""
+        """Fills `buffer`, from this byte of the slot on. Raises FormatError beyond the end."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` from the body. Raises as `read_at` does."""
@@ -36,10 +36,10 @@ class ReadableSlot(ABC):
 
     @abstractmethod
     def view(self, at: int, nbytes: int) -> memoryview:
-        """So many bytes from this one of the slot on; fewer where it ends. Raises as `read_at` does."""
+        """Returns `nbytes` bytes from this one of the slot on; fewer where it ends. Raises as `read_at` does."""
 
     def read_header(self) -> SlotHeader:
-        """Raises CorruptData or FormatError for a header that is torn or foreign."""
+        """Returns the header. Raises CorruptData or FormatError if it is torn or foreign."""
         page = bytearray(PAGE_BYTES)
         self.read_at(0, memoryview(page))
         header = SlotHeader.decode(bytes(page), self.where)
@@ -52,7 +52,7 @@ class ReadableSlot(ABC):
         return header
 
     def read_document(self, header: SlotHeader, name: str) -> bytes:
-        """Raises CorruptData when it does not match the header."""
+        """Returns a document. Raises FormatError if there is none, CorruptData if it does not match the header."""
         if name not in header.documents:
             raise FormatError(f"{self.where}: the slot holds no {name}")
         offset, nbytes, expected = header.documents[name]

@@ -57,7 +57,7 @@ class Mapped(NamedTuple):
 
 
 class Slot(ReadableSlot):
-    """One slot, open in this process. To be read by any thread; for the rest, not by several at once."""
+    """One slot, open in this process. Any thread may read it; for the rest, not several at once."""
 
     def __init__(self, path: Path, fd: int, nbytes: int, writable: bool) -> None:
         self.path = path
@@ -67,12 +67,12 @@ class Slot(ReadableSlot):
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
         fcntl.lockf(fd, fcntl.LOCK_SH, 1, _ALIVE)
-        self._release = weakref.finalize(self, os.close, fd)  # also where who has it forgot to close
+        self._release = weakref.finalize(self, os.close, fd)  # also if its owner forgot to close it
         self._release.atexit = False
 
     @classmethod
     def create(cls, directory: Path, prefix: str, capacity: int) -> Self:
-        """A new slot with room for a body of `capacity` bytes, all of it allocated.
+        """Makes a slot with room for a body of `capacity` bytes, all of it allocated.
 
         Raises NoRoom; allocating beforehand turns what would be a SIGBUS in mid-copy into this error.
         """
@@ -97,8 +97,8 @@ class Slot(ReadableSlot):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """A slot that another process made, to be read. Raises FormatError for a file that is not this user's slot, or
-        that cannot be opened and mapped."""
+        """Opens a slot that another process made, for reading. Raises FormatError for a file that is not this user's
+        slot, or that cannot be opened and mapped."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -133,7 +133,7 @@ class Slot(ReadableSlot):
     @property
     def is_lost(self) -> bool:
         """Whether somebody has removed its file, so that no other process can open it, or has cut it short, so that
-        whoever touches what is gone gets SIGBUS. Only for a slot made here."""
+        touching what is gone gives SIGBUS. Only for a slot made here."""
         found = os.fstat(self._fd)
         return found.st_nlink == 0 or found.st_size < self._nbytes_mapped
 
@@ -144,14 +144,14 @@ class Slot(ReadableSlot):
 
     @override
     def view(self, at: int, nbytes: int) -> memoryview:
-        """As it is mapped."""
+        """Returns a view of the mapping."""
         return memoryview(self._map)[at : at + nbytes]
 
     @override
     def read_at(self, at: int, buffer: memoryview) -> None:
-        """Without the GIL. The kernel copies what it would take a fault per page to map.
+        """Reads without the GIL. The kernel copies what it would take a fault per page to map.
 
-        Raises CorruptData where a file arena's disk does not give it.
+        Raises CorruptData if a file arena's disk does not give it.
         """
         done = 0
         while done < len(buffer):
@@ -164,21 +164,21 @@ class Slot(ReadableSlot):
             done += count
 
     def prefault(self) -> None:
-        """Maps every page now, without the GIL. Where the kernel cannot, the first copy does it."""
+        """Maps every page now, without the GIL. If the kernel cannot, the first copy does it."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(self._nbytes_mapped), _MADV_POPULATE_WRITE)
 
     def address(self) -> int:
-        """Of the body's first byte in this process. Only for a slot made here."""
+        """Returns the address of the body's first byte in this process. Only for a slot made here."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + PAGE_BYTES
 
     @property
     def mapped(self) -> Mapped:
-        """Of the body. Only for a slot made here."""
+        """The mapping of the body. Only for a slot made here."""
         return Mapped(self._fd, PAGE_BYTES, self.address())
 
     def write_header(self, header: SlotHeader) -> None:
-        """Raises NoRoom; what the slot holds is as it was then."""
+        """Writes the header. Raises NoRoom; the slot then holds what it held before."""
         self._write(header.encode(), 0, "header")
 
     def write_documents(self, body_nbytes: int, documents: Mapping[str, bytes]) -> dict[str, tuple[int, int, str]]:
@@ -228,12 +228,13 @@ class Slot(ReadableSlot):
         return alone
 
     def abandon(self) -> None:
-        """No longer counts as a process that has it open; whoever comes next may unlink it."""
+        """Stops counting as a process that has the slot open; whoever comes next may unlink it."""
         self._lock(_ALIVE, fcntl.LOCK_UN)
 
     def _lock(self, byte: int, how: int) -> bool:
-        """Whether it is had, or given up. Not where another process holds it, nor where the system has no lock to give:
-        who is refused one does without this slot, and what is not given up goes with the descriptor."""
+        """Takes or drops a lock; returns whether that was possible. It is not if another process holds the lock, or if
+        the system has no lock to give: a caller that is refused one does without this slot, and a lock that is not
+        dropped goes with the descriptor."""
         try:
             fcntl.lockf(self._fd, how, 1, byte)
         except OSError as error:
@@ -243,19 +244,19 @@ class Slot(ReadableSlot):
         return True
 
     def close(self) -> None:
-        """Unmaps and drops the locks. Views of the body keep the mapping alive until they are gone."""
+        """Unmaps the slot and drops the locks. Views of the body keep the mapping alive until they are gone."""
         self._fd = -1
         self._release()  # once
 
     def empty(self) -> None:
-        """Gives the memory back now, whoever has it open still; what they read from here on is zeros."""
+        """Gives the memory back now, even if others have it open still; what they read from here on is zeros."""
         size = os.fstat(self._fd).st_size
         _libc().fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, size)
 
     def unlink(self) -> bool:
         """Removes the name; the memory is given back when nobody has it open. Returns whether there is no name now.
 
-        False, with a warning, where its directory does not let go of it: a file too many ends no job.
+        Returns False, with a warning, if its directory does not let go of it: a file too many ends no job.
         """
         try:
             self.path.unlink(missing_ok=True)

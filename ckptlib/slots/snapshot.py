@@ -44,12 +44,12 @@ class SnapshotReader:
         """By rank: the last table, its digest and its layout."""
 
     def table(self, rank: int) -> Table | None:
-        """That of the last snapshot of a rank that was read."""
+        """Returns the table of the last snapshot of a rank that was read."""
         known = self._tables.get(rank)
         return None if known is None else known[1]
 
     def read(self, slot: ReadableSlot, header: SlotHeader) -> Snapshot:
-        """The snapshot of which `header` says where its documents lie. Raises CorruptData, FormatError."""
+        """Returns the snapshot whose documents lie where `header` says. Raises CorruptData, FormatError."""
         table, layout = self._table(slot, header)
         fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.where}: snapshot")
         digests = fields.text("digests")
@@ -86,7 +86,7 @@ def check_body(
 ) -> None:
     """Raises CorruptData, naming the tensor, when a chunk in the slot does not match its digest.
 
-    `arriving`: where the body is still being received, gives again and again how many of its bytes are there by now.
+    `arriving`: if the body is still being received, yields again and again how many of its bytes are there by now.
     `chunks`: those that are checked; None: all.
     """
     digest, table = digester(snapshot.algorithm), snapshot.table

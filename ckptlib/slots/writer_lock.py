@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 SUFFIX = ".writer"
 
 _own: dict[Path, WriterLock] = {}
-"""Those of this process's writers. It never opens them again: to close a second descriptor would drop its record lock.
-"""
+"""Locks of this process's writers. It never opens their files again: to close a second descriptor would drop its record
+lock."""
 
 
 class WriterLock:
@@ -45,10 +45,10 @@ class WriterLock:
 
     @classmethod
     def take(cls, directories: Sequence[Path], prefix: str) -> Self | None:
-        """A new one, by the trainer, in the first of these directories where it can be made.
+        """Makes a lock, for the trainer, in the first of these directories where that is possible.
 
-        None where it can be made in none of them, and a warning: the job runs, but its successor does not see a writer
-        that is late.
+        Returns None, with a warning, if it is possible in none of them: the job runs, but its successor does not see a
+        writer that is late.
         """
         for directory in directories:
             try:
@@ -80,23 +80,23 @@ class WriterLock:
             _remove(path)
 
     def release(self) -> None:
-        """By the writer: the successor of its job need not wait for it any more. Once."""
+        """Gives up the lock, in the writer: the successor of its job need not wait for it any more. Called once."""
         _remove(self.path)
         fcntl.flock(self.fd, fcntl.LOCK_UN)  # for whoever else has the file open, too
         os.close(self.fd)
 
     def close(self) -> None:
-        """By the trainer, which has no more orders: from here on its writer is left to itself."""
+        """Closes the file, in the trainer, which has no more orders: from here on its writer is left to itself."""
         if _own.pop(self.path, None) is not None:
             os.close(self.fd)
 
     def unlink(self) -> None:
-        """By the trainer whose writer has ended."""
+        """Removes the file, in the trainer whose writer has ended."""
         _remove(self.path)
 
 
 def generation_of(path: Path) -> str:
-    """What is left of the name of a lock, or of a slot, without what tells it from others of its generation."""
+    """Returns the name of a lock, or of a slot, without what tells it from others of its generation."""
     return path.name.rpartition("-")[0]
 
 
@@ -109,21 +109,21 @@ def is_awaited(path: Path) -> bool:
 
 
 def reclaim(path: Path) -> None:
-    """Removes it where trainer and writer are gone."""
+    """Removes the file if trainer and writer are gone."""
     with _opened(path) as fd:
         if fd is not None and _lock(fcntl.lockf, fd, fcntl.LOCK_SH) and _lock(fcntl.flock, fd, fcntl.LOCK_EX):
             _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """A name that stays, since its directory does not let go of it, says nothing without its locks."""
+    """Removes the name. One that stays, since its directory does not let go of it, says nothing without its locks."""
     with suppress(OSError):
         path.unlink()
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """None where it is this process's, another user's, gone, or no such file."""
+    """Opens the file; yields None if it is this process's, another user's, gone, or no such file."""
     if path in _own:
         yield None
         return
@@ -149,7 +149,7 @@ def _lock(how: Callable[[int, int], object], fd: int, mode: int) -> bool:
 
 
 def _in_child() -> None:
-    """A forked child may outlive both trainer and writer."""
+    """Closes the files in a forked child, which may outlive both trainer and writer."""
     for lock in _own.values():
         os.close(lock.fd)
     _own.clear()
