@@ -216,9 +216,8 @@ class Store(ABC):
         an iterator are taken as they are needed, those of InPlace far ahead. Pieces that are page-aligned and hold
         whole pages take the fast way. An error that the iterator raises is raised on, and nothing is published.
 
-        Raises ObjectExists if the key is taken and the store tells. Some stores can tell, but only when asked to:
-        `create` asks them. Raises FormatError if what is there is no object. After any other error the object may be
-        there.
+        Raises ObjectExists if the key is taken and the store tells; some stores tell only when asked to, by `create`.
+        Raises FormatError if what is there is no object. After any other error the object may be there.
         """
 
     @abstractmethod

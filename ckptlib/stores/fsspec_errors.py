@@ -18,8 +18,7 @@ def is_forbidden(error: Exception) -> bool:
 
 
 def _is_gcs_403(error: Exception) -> bool:
-    """Whether it is gcsfs's 403, told by a text alone: "Forbidden: ", the path, and on lines of their own what Google
-    says."""
+    """Whether it is gcsfs's 403, a text alone: "Forbidden: ", the path, and on lines of their own what Google says."""
     return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
 
 

@@ -179,8 +179,7 @@ class LocalStore(Store):
 
     @override
     def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
-        """Removes only regular files with a name of ours: other files belong to somebody else. Such a file tells no
-        key."""
+        """Removes only regular files with a name of ours: other files belong to somebody else. They tell no key."""
         path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:
@@ -238,8 +237,7 @@ def _read_into(fd: int, view: memoryview, offset: int) -> int:
 
 @contextlib.contextmanager
 def _opened(root: str, key: str) -> Iterator[tuple[int, int]]:
-    """Opens an object. Yields a descriptor to read from, and the object's size; turns errors inside into the
-    contract's."""
+    """Opens an object. Yields a descriptor to read from, and its size; turns errors inside into the contract's."""
     path = f"{root}/{key}"
     *names, name = key.split("/")
     try:

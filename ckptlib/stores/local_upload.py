@@ -142,8 +142,7 @@ def _open_temp(root: str) -> tuple[str, int]:
 
 
 def _unlink_temp(root: str, name: str) -> None:
-    """Removes a temporary file. If that fails, what stays is a file that nothing names; one that was renamed is not
-    there."""
+    """Removes a temporary file. If that fails, it stays, and nothing names it; one that was renamed is not there."""
     with contextlib.suppress(OSError, StoreError), tree.directory(root, [TEMP_DIRECTORY]) as fd:
         os.unlink(name, dir_fd=fd)
 

@@ -46,8 +46,7 @@ PACK_NBYTES = 50 * 10**9
 """Most bytes of a pack: in parts of 16 MiB, 3,000 of the 10,000 that S3 takes."""
 
 MOST_PARTS = 10_000
-"""Most parts that S3 and GCS take of one object. A copy may have packs that another store has taken, which are
-larger."""
+"""Most parts that S3 and GCS take of one object. A copy may have packs from another store, which are larger."""
 
 LATE_NBYTES = 28 << 20
 """Most bytes of an object with a late head, which is gathered in memory: obstore sends the first part first."""

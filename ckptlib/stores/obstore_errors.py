@@ -71,8 +71,7 @@ class Foreign(OSError):
 
 
 def check_answer(meta: Mapping[str, Any]) -> None:
-    """Raises Foreign if the client's metadata of an object are not a store's: every store tells its ETag, or its
-    date."""
+    """Raises Foreign if an object's metadata are not a store's: every store tells its ETag, or its date."""
     if meta["e_tag"] is None and not meta["last_modified"].timestamp():
         raise Foreign(_NO_STORE)
 

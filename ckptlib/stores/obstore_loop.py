@@ -61,8 +61,7 @@ class ClientLoop:
             return Running(self._loop, work, deadline)
 
     def run(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
-        """Returns the result of `work`, or raises its error. Raises GivenUp at the deadline; `work` has ended then,
-        too."""
+        """Returns the result of `work`, or raises its error. Raises GivenUp at the deadline, when `work` has ended."""
         return self.start(work, deadline).result()
 
     def close(self) -> None:
@@ -156,7 +155,7 @@ class Feed:
         return self._lent.lend(piece)
 
     def give(self, piece: memoryview | None, deadline: float | None) -> bool:
-        """Gives the client a piece when it asks; None ends the upload. Returns False if the client has ended without
+        """Gives the client a piece when it asks; None ends the upload. Returns False if the client ended without
         asking.
 
         Raises GivenUp at the deadline.
@@ -208,7 +207,7 @@ class Lent:
             return self._views[-1]
 
     def release(self) -> None:
-        """Waits until the client has let go, which takes moments; after END_S the client is left alone, and so is the
+        """Waits until the client has let go, which takes moments; after END_S it is left alone, and so is the
         memory."""
         with self._lock:
             self._is_open = False
@@ -244,9 +243,8 @@ def _is_own_process() -> bool:
 def _wait_at_exit() -> None:
     """Before an interpreter older than 3.14 ends, waits for the client's threads to leave it.
 
-    These threads tell of a result, and let go of memory, a moment after whoever waits for it goes on. A thread that is
-    inside when the interpreter ends is ended by it, which aborts the process: 1 exit in 3 when it came right after a
-    put.
+    These threads tell of a result, and let go of memory, a moment after whoever waits for it goes on. If one is inside
+    when the interpreter ends, it is ended, which aborts the process: 1 exit in 3 when it came right after a put.
     """
     atexit.register(_wait_until_quiet)
 

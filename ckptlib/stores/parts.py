@@ -12,8 +12,7 @@ _STEP_NBYTES = 1 << 20
 
 
 def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[list[memoryview]]:
-    """Yields views of the first `first_nbytes` bytes of what the pieces hold, then of `nbytes` each; the last of the
-    rest.
+    """Yields views of the first `first_nbytes` bytes of the pieces, then of `nbytes` each; the last is the rest.
 
     None of them is empty. A piece is taken when its bytes are due, and not before.
     """
@@ -32,8 +31,7 @@ def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[li
 
 
 def part_nbytes(nbytes: int, least: int, most: int, even: int, num: int) -> int:
-    """Returns the size of the parts of an object of `nbytes` bytes: `least` for `even` parts or fewer, then more, up to
-    `most`.
+    """Returns the size of an object's parts: `least` for `even` parts or fewer, then more, up to `most`.
 
     Beyond that only if there would be more than `num` of them.
     """
@@ -42,6 +40,5 @@ def part_nbytes(nbytes: int, least: int, most: int, even: int, num: int) -> int:
 
 
 def num_head_parts(head_nbytes: int, nbytes: int) -> int:
-    """Returns how many parts of `nbytes` bytes a head of `head_nbytes` lies in; the last of them has a byte of the
-    body."""
+    """Returns how many parts of `nbytes` bytes hold a head of `head_nbytes`; the last has a byte of the body."""
     return head_nbytes // nbytes + 1

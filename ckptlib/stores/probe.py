@@ -21,8 +21,7 @@ Result = TypeVar("Result")
 
 
 def probe(store: Store, must_delete: bool = True) -> Mapping[str, float]:
-    """Returns the seconds that each of put, scan, get and delete took. Raises the store's errors, and StoreError for a
-    lie.
+    """Returns the seconds that put, scan, get and delete took. Raises the store's errors, and StoreError for a lie.
 
     Without `must_delete`, it only warns if nothing may be deleted, as in a bucket that nobody shall empty.
     """

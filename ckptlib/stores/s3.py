@@ -111,8 +111,7 @@ class S3Store(Store):
         return [entry.key for entry in self._client.run(call, self._list(call, "", whole=False))[:most]]
 
     async def _list(self, call: Call, after: str, whole: bool = True) -> list[Entry]:
-        """Lists objects; others of the same directory may be among them. `whole`: if False, lists only the first
-        page."""
+        """Lists objects; others of the same directory may be among them. `whole`: if False, only the first page."""
         root, prefix, start = self._client.prefix, call.key, start_after(call.key, after)
         if self._lists_directories:
             prefix, start = prefix[: prefix.rfind("/") + 1], ""

@@ -39,8 +39,8 @@ _ABORT_S = 5.0
 
 
 def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], create: bool) -> None:
-    """Puts the object whole. Parts with a piece of the head are kept back to the end, and so is the body's beginning in
-    them."""
+    """Puts the object whole. Parts with bytes of the head are kept back to the end, and the body's bytes in them,
+    too."""
     size = _part_nbytes(head, pieces)
     num_head = num_head_parts(head.nbytes, size)
     parts = cut(pieces, num_head * size - head.nbytes, size)
@@ -220,8 +220,7 @@ class Upload:
             )
 
     async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
-        """Whether the object is made of these parts. If its ETag does not tell, as that of rclone, the object is
-        read."""
+        """Whether the object is made of these parts. If its ETag does not tell, as that of rclone, it is read."""
         found = await self._found()
         if found is None or found["ContentLength"] != self._nbytes:
             return False

@@ -157,8 +157,7 @@ class _HookedStore(Store):
 
 
 class _Link:
-    """One direction between a process and a store: passes a number of bytes per second, in the order in which they
-    come."""
+    """One direction between a process and a store: passes bytes at a fixed rate, in the order in which they come."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from ckptlib.errors import StoreError
 
 BY_PATH = not hasattr(os, "O_DIRECTORY")
-"""Whether this is Windows, where directories have no descriptors. Roots are read there, and neither written nor deleted
-from."""
+"""Whether this is Windows: directories have no descriptors there. Roots are read, not written or deleted from."""
 
 _DIRECTORY: int = 0 if BY_PATH else os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -39,8 +38,7 @@ _KINDS = {
 
 @contextlib.contextmanager
 def directory(root: str, names: Sequence[str], to_list: bool = False) -> Iterator[int]:
-    """Yields a descriptor of the directory of these names below `root`: to go through, or also to be listed and
-    flushed.
+    """Yields a descriptor of the directory of these names below `root`: to go through, or also to list and flush.
 
     Raises OSError, also for what is no directory; StoreError for a link in the root, or if the root is a link that
     leads nowhere.

@@ -28,8 +28,7 @@ FINISH_S = 30.0
 
 
 class StartAccount:
-    """Puts the account of this start, and that of the start that it goes on from. Each writer of a first rank has
-    one."""
+    """Puts the account of this start, and of the start that it goes on from. Each writer of a first rank has one."""
 
     def __init__(self, fd: int, generation: str, shared: SharedDocuments, dead: bool) -> None:
         """`fd`: the inherited descriptor of the trainer's page. `shared`: the documents of the root. `dead`: whether

@@ -77,8 +77,7 @@ class Channel:
         return bool(data)
 
     def close(self) -> None:
-        """Closes the channel. The other end sees that, even if a forked child of this process still has the socket
-        open."""
+        """Closes the channel. The other end sees that, even if a child forked from this process has the socket open."""
         with contextlib.suppress(OSError):  # the other end is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

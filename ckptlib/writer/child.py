@@ -25,8 +25,7 @@ class Child:
     """A running writer. For the trainer's main thread, but any thread may call `wake`, and send through the channel."""
 
     def __init__(self, setup: Message, log_path: Path, unread: WriterLock | None, wait_s: float) -> None:
-        """Starts the writer. Raises OSError, and leaves nothing behind then. For the arguments see `Writer` and
-        `launch`."""
+        """Starts the writer. Raises OSError, and leaves nothing behind then. Arguments: see `Writer` and `launch`."""
         page = setup.get("account_fd")
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, STALL_S)

@@ -39,7 +39,7 @@ SWEEPS_S = 5.0
 
 
 class Writer:
-    """One writer process. For the main thread, but any thread may call `add_slot`, `tell_expected`, `persist` and
+    """One writer process. For the main thread; any thread may call `add_slot`, `tell_expected`, `persist` and
     `void`."""
 
     def __init__(self, setup: Message, unread: WriterLock | None = None, wait_s: float = 0.0) -> None:
@@ -100,8 +100,7 @@ class Writer:
         return self._child.pid
 
     def wake(self) -> None:
-        """Makes the writer begin now, if it waits. Any thread may call it. A death of this process wakes the writer,
-        too."""
+        """Makes the writer begin now, if it waits. Any thread may call it. A death of this process wakes it, too."""
         self._child.wake()
 
     def add_slot(self, path: Path) -> None:
@@ -111,8 +110,8 @@ class Writer:
             self._child.channel.send(self._standing.slot(path))
 
     def held(self, save: SaveId) -> None:
-        """Tells the writer that all ranks hold this snapshot in memory: it must not be lost if no job goes on from
-        it."""
+        """Tells the writer that all ranks hold this snapshot in memory: should no job go on from it, it must not be
+        lost."""
         self._keep({"op": "held", "save": str(save)})
 
     def earlier(self, save: SaveId | None) -> None:
@@ -156,7 +155,7 @@ class Writer:
                 self._child.channel.send(order)
 
     def persist(self, save: SaveId, slot: Path, drains: bool = True, puts_layout: bool = True) -> None:
-        """Orders the writer to put the ready snapshot in `slot`; it answers `released`. `puts_layout`: see
+        """Orders the ready snapshot in `slot` to be put; the writer answers `released`. `puts_layout`: see
         `Persister`."""
         order = {"op": "persist", "save": str(save), "slot": str(slot), "drains": drains, "layout": puts_layout}
         self._order(order)
@@ -177,8 +176,7 @@ class Writer:
 
     @property
     def finishes(self) -> bool:
-        """Whether the writer commits a save, or removes old steps: that costs the training as well, if no core is
-        idle."""
+        """Whether it commits a save, or removes old steps: that costs the training as well, if no core is idle."""
         with self._lock:
             return self._sweeps > 0 or bool(self._open.of("commit"))
 
@@ -195,8 +193,7 @@ class Writer:
             return {order["save"] for order in self._open.of("persist", "commit")}
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
-        """Asks for the outcome of a save that another rank commits; the answer is `committed`, `failed` or
-        `undecided`."""
+        """Asks for the outcome of another rank's commit; the answer is `committed`, `failed` or `undecided`."""
         self._order({"op": "await", "save": str(save), "timeout_s": timeout_s})
 
     def _order(self, message: Message) -> None:
@@ -331,8 +328,7 @@ class Writer:
 
     @property
     def _patience_s(self) -> float:
-        """How long `close` waits: without limit, unless no writer can be started and there is no save to commit or
-        drain."""
+        """How long `close` waits: for ever, unless no writer can be started and there is no save to commit or drain."""
         owed = self._open.of("commit", "drain")
         return math.inf if owed or not self._unstarted else UNTOLD_S
 

@@ -1,5 +1,4 @@
-"""Encodes chunks into frames, with the codec that the user's rules and the store give each, in a thread beside the
-upload.
+"""Encodes chunks into frames by the codecs that the user's rules and the store call for, in a thread beside the upload.
 
 It is one thread: numpy's operations end sooner than threads hand over the interpreter's lock, so that two of them
 encode no faster than one (0.7 to 1.2 times, measured), and take time from the uploads.
@@ -48,8 +47,7 @@ SAMPLES = 4
 of all chunks."""
 
 SAMPLED_EVERY = 16
-"""Saves at most until the next samples of a kind for which encoding did not pay: the store and the load of the host may
-change."""
+"""Most saves until the next samples of a kind that does not pay: the store and the load of the host may change."""
 
 FIRST_PAUSE = 2
 """Saves until the first new samples of such a kind; the pause doubles each time. The first samples come while a job
@@ -124,8 +122,7 @@ class Coder:
     def __init__(self, rules: CodecRules, is_local: bool) -> None:
         self._rules, self._is_local = rules, is_local
         self.encodes = _may_encode(rules, is_local)
-        """Whether any chunk is ever encoded, whatever the tensors are called; if not, no chunk needs to be looked
-        at."""
+        """Whether any chunk is ever encoded, whatever the tensors are called; if not, none needs to be looked at."""
         self._store = Rate()
         self._uploads_until = 0.0
         """The time of uploads is accounted for up to here, by the monotonic clock."""
@@ -135,7 +132,7 @@ class Coder:
         self._encoding = Rate()
         """Seconds in which chunks wait to be encoded, per byte: more if the host has no idle core."""
         self._is_cold = True
-        """Whether only the first chunk was encoded, if any: it pays for memory that is kept, and tells little of later
+        """Whether no chunk but the first was encoded: it pays for memory that is kept, and tells little of later
         ones."""
         self._busy_until = 0.0
         """The time of the encoder is accounted for up to here, by the monotonic clock."""

@@ -122,8 +122,7 @@ class Commits:
         self._make_room(save)
 
     def _once_more(self, save: SaveId, commit: Callable[[], Manifest]) -> Manifest:
-        """Calls `commit`, and once more if its manifest may be there though the store failed. Raises what `commit`
-        raises."""
+        """Calls `commit`, and once more if its manifest may be there though the store failed. Raises as it does."""
         try:
             return commit()
         except StoreError as error:

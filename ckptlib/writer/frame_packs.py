@@ -11,8 +11,7 @@ from ckptlib.writer.packs import Framed, Packer, PackShape
 from ckptlib.writer.share import PutChunks
 
 FRAMES_BYTES = 28 * 1024 * 1024
-"""Most bytes of frames that are put as one pack: they stay in memory until they are put. It is two parts of an
-upload."""
+"""Most bytes of frames in one pack, two parts of an upload: they stay in memory until they are put."""
 
 FIRST_FRAMES_BYTES = 4 * 1024 * 1024
 """Bytes of the first such pack: the store waits until it is gathered. Each next one has twice as much: if encoding is

@@ -115,8 +115,7 @@ def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
 
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:
-    """Returns the step that a job continues which did not restore: the newest one before its own first. And a
-    warning."""
+    """Returns the step that a job which restored none continues, the newest before its own first; and a warning."""
     visible = catalog.visible() if catalog.saves() else []
     hidden = [save.step for save in visible if save.step >= step]
     warning = None

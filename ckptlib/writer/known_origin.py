@@ -93,8 +93,8 @@ class Lent:
 
 
 def lend(known: KnownOrigin) -> Lent | None:
-    """Lends what is known; None if this process can open no more files, or has no memory: then the writer asks the
-    store."""
+    """Lends what is known; None if this process can open no more files, or has no memory: the writer asks the store
+    then."""
     try:
         return Lent(known)
     except OSError as error:

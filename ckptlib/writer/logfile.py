@@ -32,8 +32,7 @@ def new_path(rank: int) -> Path:
 
 
 def append_to(path: Path) -> BinaryIO:
-    """Opens the file, and makes it if there is none. It is locked while it is open here, or in a writer that inherited
-    it."""
+    """Opens the file, and makes it if need be. It is locked while it is open here, or in a writer that inherited it."""
     return open(path, "ab", opener=_open_locked)
 
 
@@ -73,8 +72,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _directory() -> Path:
-    """Returns the directory for all jobs of this user, or one of this job's own if somebody else was first to take its
-    name.
+    """Returns the directory for all jobs of this user; if somebody else took its name first, one of this job's own.
 
     The temporary directory, or /dev/shm if there is none, is everybody's: a link there would lead the log elsewhere,
     and whoever owns the directory could put another file in the log's place.

@@ -31,8 +31,7 @@ class OpenSlots:
         """How long the slots are kept for a successor."""
 
     def open(self, path: str) -> Slot | None:
-        """Opens a slot; returns None if it is gone: the trainer made a larger one while this process was still
-        starting."""
+        """Opens a slot; None if it is gone: the trainer made a larger one while this process was still starting."""
         try:
             slot = self._slots[path] = Slot.open(Path(path))
         except FormatError as error:

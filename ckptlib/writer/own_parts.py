@@ -43,8 +43,7 @@ class OwnParts:
         self._doubted = save
 
     def may_have_put(self, save: SaveId) -> bool:
-        """Returns whether a part may be there by which rank 0 commits this save. Knows only of the save that was begun
-        last."""
+        """Returns whether a part may be there by which rank 0 commits this save. Knows only of the last save begun."""
         return self._doubted == save
 
     def _check_not_swept(self, part: Part, elapsed: Elapsed, may_take_s: float, so: str) -> None:

@@ -119,8 +119,7 @@ class OwnShares:
 
     def drain(self, save: SaveId, began: float, puts_layout: bool = True, again: bool = False) -> None:
         """Drains a share, in the thread that drains. `began`: when it was to be drained, at the earliest, by the
-        monotonic clock. `again`: whether a writer that is gone may have drained it, and rank 0's may have committed
-        it."""
+        monotonic clock. `again`: whether an earlier writer may have drained it, and rank 0's may have committed it."""
         assert self._tier is not None
         asks = again or time.monotonic() > began + self._trainer.deadline_s
 

@@ -174,7 +174,7 @@ class Packer:
             yield some
 
     def frame_runs(self, chunks: Sequence[int]) -> list[tuple[Sequence[int], int]]:
-        """Returns the chunks, cut into runs whose frames go into one pack each; with each run the room for the pack's
+        """Cuts the chunks into runs whose frames go into one pack each. Returns each with the room for its pack's
         header.
 
         It suffices, since no frame is larger than its chunk.

@@ -118,8 +118,7 @@ class Parents:
         return self._listed.steps
 
     def _find(self, snapshot: Snapshot) -> Part | None:
-        """Returns the part of a step that this writer has not put, if it can be a parent once that step is
-        committed."""
+        """Returns the part of a step that this writer has not put, if it can be a parent once the step is committed."""
         known = self._known
         save = self._start(snapshot.header.save) if known is None else known.save
         if save is None:

@@ -85,8 +85,8 @@ class Persister:
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._shared = SharedDocuments(store) if shared is None else shared
         self._layout_put: str | None = None
-        """Digest of the layout that this rank put with the save before: the only one that retention cannot have deleted
-        since."""
+        """Digest of the layout that this rank put with the save before: the only one that retention cannot have
+        deleted."""
         self._deadline: float | None = None
         """Deadline of the save that is persisted now."""
         self._patience_s = 0.0
@@ -263,8 +263,7 @@ class Persister:
     def _put_side_by_side(
         self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], frames: Iterator[Encoded]
     ) -> list[PutChunks]:
-        """Puts frames in packs that are each made before they are put, so that the store is busy while one is
-        flushed."""
+        """Puts frames in packs that are each made before they are put: the store is busy while one is flushed."""
         put: list[PutChunks] = []
         with ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts:  # its end waits for what is under way
             under_way: deque[Future[PutChunks]] = deque()
@@ -315,7 +314,7 @@ class Persister:
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
-        """Puts the layout, if need be. On a disk it is looked for each time: sweeps of other ranks remove what no part
+        """Puts the layout, if need be. On a disk it looks each time: sweeps of other ranks remove what no part
         names."""
         digest = snapshot.layout.digest
         if digest != self._layout_put:

@@ -284,8 +284,7 @@ class WriterProcess:
         self._channel.send({"event": "waiting", "save": save, "request": at, "since": since})
 
     def _give_up(self, work: Work, request: Request | None) -> None:
-        """Ends the process, since a call that hangs cannot be cancelled; the trainer starts another for what is
-        left."""
+        """Ends the process, since a call that hangs cannot be cancelled; the trainer starts another for the rest."""
         error = stuck(work, request)
         log.error("%s", error, extra=ALREADY_TOLD)
         if self._is_left:

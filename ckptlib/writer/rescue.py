@@ -107,8 +107,7 @@ def _is_decided(catalog: Catalog, save: SaveId) -> bool:
 
 
 def _is_begun(catalog: Catalog, save: SaveId) -> bool:
-    """Returns whether shares of it are there, and more may come: no rank has none but a failure, and rank 0 did not
-    give up."""
+    """Returns whether shares of it are there, and more may come: no rank has only a failure, and rank 0 has none."""
     parts = catalog.parts(save)
     said = [all(n.ok for n in names) if rank == 0 else any(n.ok for n in names) for rank, names in parts.items()]
     return bool(said) and all(said)
@@ -123,8 +122,7 @@ def _complete(
     committer: Committer,
     in_doubt: bool,
 ) -> None:
-    """Persists what other ranks have not, and commits. `in_doubt`: returns only when it is committed, whoever does
-    it."""
+    """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
     catalog, shares = committer.catalog, _shares(slots, save)
     if not shares:
         return
@@ -153,8 +151,7 @@ def _complete(
                 raise_if_failed(catalog, save)
             return deadline - time.monotonic()
 
-        # A second snapshot of a step that all ranks held may have been under way as the job died, and its failure
-        # published.
+        # As the job died, a second snapshot of what all ranks held may have been under way, its failure published.
         try:
             manifest = committer.commit_when_whole(save, world_size, seconds_left, left=True)
         except Superseded:

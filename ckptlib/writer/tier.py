@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 AGAIN_FIRST_S = 1.0
 AGAIN_LAST_S = 30.0
-"""Seconds until a drain is tried again for which the store failed: from the first value to the last, each time twice as
-long."""
+"""Seconds until a drain is tried again for which the store failed: from the first to the last, doubled each time."""
 
 TELL_EVERY_S = 600.0
 """Seconds until a warning that the store is away is repeated."""
@@ -65,8 +64,8 @@ class Tier:
         self._recorded = False
         """Whether the record of the generation is in the store, as the trainer told."""
         self._earlier: frozenset[SaveId] | None = None
-        """What a restart needs of the steps of earlier jobs, before there is a whole one and the record; None: not
-        known."""
+        """What a restart needs of the steps of earlier jobs, before there is a whole one and the record; None:
+        unknown."""
         self._settled = -1
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
@@ -229,8 +228,7 @@ class Tier:
             pause = min(pause * 2, AGAIN_LAST_S)
 
     def settle(self, save: SaveId) -> None:
-        """Notes that the save is committed, or never will be: the disk need not keep it for that. Any thread may call
-        it."""
+        """Notes that the save is committed, or never will be: the disk need not keep it for that. From any thread."""
         with self._lock:
             self._undrained.discard(save)
 
