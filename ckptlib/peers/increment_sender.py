@@ -180,8 +180,8 @@ class StepSender:
     def _choose(
         self, p: Parameter, parameters: Parameters, new: _Sent, last: _Sent, step: float | None, likely: Guess | None
     ) -> Guess | None:
-        """Returns how a parameter was updated, as far as a sample tells; `likely` if that fits, as for others of its
-        group."""
+        """Returns how a parameter was updated, as far as a sample tells; `likely` if that fits, as for others like
+        it."""
         old_words, new_words = (Stretch(p.spans, 0, p.count).words(sent.slot) for sent in (last, new))
 
         def share(guess: Guess) -> float:

@@ -373,8 +373,7 @@ class _Filled:
         return offered.documents.get("table", (0, 0, ""))[2] == self.table
 
     def lacks(self, offered: SlotHeader) -> Ranges:
-        """Returns the ranges of the offered snapshot that this rank has not copied itself; without padding of
-        chunks."""
+        """Returns the ranges of the offered snapshot that this rank has not copied itself, without padding."""
         there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.copy.sources, self.copy.offsets, strict=True)]
         edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
         return [ByteRange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

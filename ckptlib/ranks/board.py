@@ -47,8 +47,7 @@ ALIVE_EVERY_S = 0.25
 
 AWAKE_S = 1.0
 """A rank that waits looks every 5 ms. If the clock went on by more than this in between, the rank was stopped, and the
-others may have been, too: a scheduler suspends a job, a virtual machine is paused. No more than this counts as
-waiting."""
+others may have been, too: a scheduler suspends a job, a virtual machine is paused. No more counts as time waited."""
 
 _NAME = "ckptlib-board"
 _HEAD_NBYTES = 64

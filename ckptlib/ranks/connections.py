@@ -162,7 +162,6 @@ def _nonce(whole: Store) -> str:
 
 
 def links_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Returns the types of devices whose memory the group sends over links of their own, not through the host as
-    gloo."""
+    """Returns the types of devices whose memory the group sends over links of their own, not through the host."""
     backends = [entry.partition(":") for entry in str(dist.get_backend_config(group)).split(",")]
     return frozenset(device for device, _, backend in backends if backend not in BY_THE_HOST)

@@ -119,7 +119,7 @@ class Link:
             self._wait(*reversed(coming), sent)
 
     def begin_request(self, peer: int, request: memoryview) -> Callable[[], None]:
-        """Sends a request that is not answered. Returns a function that waits until the peer has it, like
+        """Sends a request that is not answered. Returns a function that waits until the peer has it; see
         `begin_send`."""
         with self._reaching(peer, "asking"):
             sent = self._gloo.send([_tensor(request)], peer, _REQUEST)

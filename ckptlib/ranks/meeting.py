@@ -95,8 +95,7 @@ def _warn_of_others(world_size: str) -> None:
 
 
 def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) -> Notices:
-    """Returns the notices of the ranks of a process group, which met before. `name`: new. `over`: None for a job of
-    one."""
+    """Returns the notices of ranks that met before, in the group `over`; None: a job of one. `name`: a new one."""
     if over is None or over.size() == 1:
         return Notices(None, name, 1)
     return Notices(shared_by(over, timeout).store, name, over.size())

@@ -54,8 +54,7 @@ class Notices:
                 self._lose(error)
 
     def look(self) -> tuple[str, ...]:
-        """Returns the last notices, as far as they are known by now, oldest first. Does not wait, but has a thread
-        look."""
+        """Returns the last notices that are known by now, oldest first. Does not wait, but has a thread look."""
         if self._store is not None and time.monotonic() - self._looked >= self._pause_s:
             self._thread = self._thread or JobThread("notices")
             if not self._thread.busy:

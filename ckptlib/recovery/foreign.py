@@ -44,8 +44,7 @@ def foreign(names: Iterable[str]) -> dict[str, str]:
 
 
 def warn_of_foreign(store: Store) -> None:
-    """Warns of other libraries' checkpoints in a root without any, by one request. It is a hint: an error ends no
-    run."""
+    """Warns of other libraries' checkpoints in a root without any, by one request. A hint: an error ends no run."""
     try:
         found = foreign(store.peek(MOST))
     except StoreError as error:

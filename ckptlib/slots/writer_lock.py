@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".writer"
 
 _own: dict[Path, WriterLock] = {}
-"""Locks of this process's writers. It never opens their files again: to close a second descriptor would drop its record
+"""Locks of this process's writers. It never opens their files again: closing a second descriptor would drop the record
 lock."""
 
 

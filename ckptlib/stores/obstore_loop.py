@@ -155,8 +155,7 @@ class Feed:
         return self._lent.lend(piece)
 
     def give(self, piece: memoryview | None, deadline: float | None) -> bool:
-        """Gives the client a piece when it asks; None ends the upload. Returns False if the client ended without
-        asking.
+        """Gives the client a piece when it asks; None ends the upload. Returns False if it ended without asking.
 
         Raises GivenUp at the deadline.
         """
@@ -207,8 +206,7 @@ class Lent:
             return self._views[-1]
 
     def release(self) -> None:
-        """Waits until the client has let go, which takes moments; after END_S it is left alone, and so is the
-        memory."""
+        """Waits until the client has let go, which takes moments; after END_S it keeps the memory."""
         with self._lock:
             self._is_open = False
         self._pieces.clear()  # the client may forget its iterator much later

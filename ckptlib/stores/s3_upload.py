@@ -39,8 +39,7 @@ _ABORT_S = 5.0
 
 
 def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], create: bool) -> None:
-    """Puts the object whole. Parts with bytes of the head are kept back to the end, and the body's bytes in them,
-    too."""
+    """Puts the object whole. Parts with bytes of the head, and with them some of the body, are kept back to the end."""
     size = _part_nbytes(head, pieces)
     num_head = num_head_parts(head.nbytes, size)
     parts = cut(pieces, num_head * size - head.nbytes, size)

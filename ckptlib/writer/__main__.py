@@ -17,7 +17,7 @@ from pathlib import Path
 
 LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm, for one, sends to every process of a job. They are for the trainer, which may save once more and
-leave at once: then only this process can finish the step. It ends by itself when the trainer is gone and all is
+leave at once: then only this process can finish the step. It ends by itself, once the trainer is gone and all is
 done."""
 
 if __name__ == "__main__":

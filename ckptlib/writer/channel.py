@@ -52,7 +52,7 @@ class Channel:
             time.sleep(timeout_s)
 
     def receive(self, timeout_s: float | None) -> list[Message]:
-        """Returns all messages that are here, or the first to come within the time-out; none if it passes, or at the
+        """Returns all messages that are here, or the first to come within the time-out; none after it, or at the
         end."""
         if b"\n" not in self._received and not self._fill(timeout_s):
             return []

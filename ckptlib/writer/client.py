@@ -39,7 +39,7 @@ SWEEPS_S = 5.0
 
 
 class Writer:
-    """One writer process. For the main thread; any thread may call `add_slot`, `tell_expected`, `persist` and
+    """One writer process; for the main thread. Any thread may call `add_slot`, `tell_expected`, `persist` and
     `void`."""
 
     def __init__(self, setup: Message, unread: WriterLock | None = None, wait_s: float = 0.0) -> None:
@@ -110,7 +110,7 @@ class Writer:
             self._child.channel.send(self._standing.slot(path))
 
     def held(self, save: SaveId) -> None:
-        """Tells the writer that all ranks hold this snapshot in memory: should no job go on from it, it must not be
+        """Tells the writer that all ranks hold this snapshot in memory: if no job goes on from it, it must not be
         lost."""
         self._keep({"op": "held", "save": str(save)})
 
@@ -155,8 +155,7 @@ class Writer:
                 self._child.channel.send(order)
 
     def persist(self, save: SaveId, slot: Path, drains: bool = True, puts_layout: bool = True) -> None:
-        """Orders the ready snapshot in `slot` to be put; the writer answers `released`. `puts_layout`: see
-        `Persister`."""
+        """Orders the ready snapshot in `slot` to be put; answered by `released`. `puts_layout`: see `Persister`."""
         order = {"op": "persist", "save": str(save), "slot": str(slot), "drains": drains, "layout": puts_layout}
         self._order(order)
 

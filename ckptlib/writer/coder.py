@@ -132,8 +132,7 @@ class Coder:
         self._encoding = Rate()
         """Seconds in which chunks wait to be encoded, per byte: more if the host has no idle core."""
         self._is_cold = True
-        """Whether no chunk but the first was encoded: it pays for memory that is kept, and tells little of later
-        ones."""
+        """Whether no chunk but the first was encoded: that pays for memory that is kept, and tells little of others."""
         self._busy_until = 0.0
         """The time of the encoder is accounted for up to here, by the monotonic clock."""
         self._sampled: set[Kind] = set()

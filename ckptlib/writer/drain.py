@@ -164,8 +164,7 @@ class Drain:
             raise _unreadable(save.step, error) from error
 
     def _present(self, part: Part) -> dict[str, Entry]:
-        """Returns the objects of this share that the store has, made durable: whoever put them may have died before
-        that."""
+        """Returns the objects of this share that the store has, and flushes them: who put them may have died before."""
         store, start, found = self._bucket.store, f"{part.rank:06d}-{part.attempt}", dict[str, Entry]()
         for prefix in (part.save.packs_prefix, part.save.parts_prefix):
             if listed := store.scan(f"{prefix}{start}"):

@@ -17,8 +17,7 @@ from ckptlib.writer.told_warnings import ALREADY_TOLD
 log = logging.getLogger(__name__)
 
 FULL_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
-"""Pauses between tries to publish a failure while the store is full. Other ranks' saves fail, too, and give back
-room."""
+"""Pauses between tries to publish a failure while the store is full. Other saves fail, too, and give back room."""
 
 
 class Failures:
@@ -74,8 +73,8 @@ class Failures:
             time.sleep(pause_s)
 
     def report(self, save: SaveId, error: BaseException, seen: bool = False, in_doubt: bool = False) -> None:
-        """Tells the trainer alone. `seen`: another rank has published the failure; this one's slot may still be
-        read."""
+        """Tells the trainer alone. `seen`: another rank has published the failure; this one's slot may be read
+        still."""
         told: Message = {"kind": type(error).__name__, "error": describe(error)}
         marks = {name: True for name, is_so in (("seen", seen), ("in_doubt", in_doubt)) if is_so}
         self._channel.send({"event": "failed", "save": str(save), **told, **marks})

@@ -137,8 +137,8 @@ def _packs_of(parent: Part, chunks: Sequence[int]) -> dict[int, tuple[int, ...]]
 
 
 def _due(chunk: int) -> float:
-    """Returns when a chunk is refreshed, as a share of the time to a refresh: neighbours differ, a chunk always
-    agrees."""
+    """Returns when a chunk is refreshed, as a share of the time to a refresh: neighbours differ, each stays the
+    same."""
     return 1 - STAGGER * ((chunk * 0x9E3779B1) % 2**32) / 2**32
 
 

@@ -93,8 +93,7 @@ class Lent:
 
 
 def lend(known: KnownOrigin) -> Lent | None:
-    """Lends what is known; None if this process can open no more files, or has no memory: the writer asks the store
-    then."""
+    """Lends what is known; None if there is no memory, or no file can be opened: then the writer asks the store."""
     try:
         return Lent(known)
     except OSError as error:

@@ -40,8 +40,7 @@ class LeftPacks:
         """Keys and sizes of the packs, by the name without its attempt."""
 
     def find(self, snapshot: Snapshot, key: str, shape: PackShape, rows: Sequence[tuple[int, int]]) -> str | None:
-        """Returns the key of a pack in the store with the content that the one of `key` is to have; None if there is
-        none.
+        """Returns the key of a pack in the store with the content that the one of `key` is to have; None if none has.
 
         `rows`: its chunks, by number in the snapshot, with their offsets in the pack. Raises the store's errors, but
         for those of one object.

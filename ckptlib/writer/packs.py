@@ -174,8 +174,7 @@ class Packer:
             yield some
 
     def frame_runs(self, chunks: Sequence[int]) -> list[tuple[Sequence[int], int]]:
-        """Cuts the chunks into runs whose frames go into one pack each. Returns each with the room for its pack's
-        header.
+        """Cuts the chunks into runs whose frames fit one pack. Returns each run, with the room for its pack's header.
 
         It suffices, since no frame is larger than its chunk.
         """

@@ -69,7 +69,7 @@ class Persister:
         are written again, though they have not changed. `rules`: None stores chunks as they are. `drained`: given if
         the store is a disk from which saves are drained to another one; whoever drains calls `note_upload`.
         `pack_nbytes`: most bytes of a pack, for a save that a killed process may have begun; packs that it left are not
-        put again. `shared`: documents of this process' committer, which need not read again what this has seen in the
+        put again. `shared`: the committer's in this process, which need not read again what this has seen in the
         store."""
         self._store = store
         self._executor = executor
@@ -85,7 +85,7 @@ class Persister:
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._shared = SharedDocuments(store) if shared is None else shared
         self._layout_put: str | None = None
-        """Digest of the layout that this rank put with the save before: the only one that retention cannot have
+        """Digest of the layout that this rank put with the last save: the only one that retention cannot have
         deleted."""
         self._deadline: float | None = None
         """Deadline of the save that is persisted now."""
@@ -314,8 +314,7 @@ class Persister:
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
-        """Puts the layout, if need be. On a disk it looks each time: sweeps of other ranks remove what no part
-        names."""
+        """Puts the layout, if need be. On a disk it looks each time: other ranks' sweeps remove what no part names."""
         digest = snapshot.layout.digest
         if digest != self._layout_put:
             if self._shared.put_layout(digest, snapshot.layout.encoded):

@@ -64,8 +64,7 @@ class Tier:
         self._recorded = False
         """Whether the record of the generation is in the store, as the trainer told."""
         self._earlier: frozenset[SaveId] | None = None
-        """What a restart needs of the steps of earlier jobs, before there is a whole one and the record; None:
-        unknown."""
+        """What a restart needs of earlier jobs' steps, before there is a whole one and the record; None: not known."""
         self._settled = -1
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()

@@ -84,8 +84,8 @@ class Watchdog:
     def work(
         self, what: str, save: SaveId | None, deadline: float, minor: bool = False, since: float | None = None
     ) -> Iterator[None]:
-        """Counts work as under way within the context; it must end by `deadline`. `since`: when its time began; None:
-        now."""
+        """Counts work as under way within the context; it must end by `deadline`. `since`: when its time began, if
+        earlier."""
         work = Work(what, save, time.monotonic() if since is None else since, deadline, minor)
         with self._lock:
             self._works.append(work)
