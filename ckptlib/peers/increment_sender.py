@@ -132,7 +132,7 @@ class StepSender:
                 yield HEAD.pack(how, len(frame)), frame
 
     def intact(self) -> bool:
-        """Whether the base is unchanged since this transfer began."""
+        """Returns whether the base is unchanged since this transfer began."""
         try:
             return self._last is not None and self._last.slot.read_header() == self._last.header
         except CkptError:  # it is being overwritten, or was closed, since it was too small
@@ -149,7 +149,7 @@ class StepSender:
         self, parameters: Parameters, new: _Sent, last: _Sent, lacking: Ranges, left: Counter[str]
     ) -> Iterator[Update]:
         steps: dict[tuple[str, int], Span] = {}
-        """By optimizer and group: a span with its step, for parameters whose own is another rank's to write."""
+        """A span with the step of each optimizer and group, for parameters whose own is another rank's to write."""
         for p in parameters.found:
             span = parameters.scalars.get(state_path(p.optimizer, p.name, "step"))
             if span is not None:

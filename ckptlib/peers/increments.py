@@ -98,7 +98,7 @@ def stretches(states: Sequence[tuple[Span, ...]]) -> Iterator[Stretch]:
 
 
 def are_lacking(spans: Iterable[Span], lacking: Ranges) -> bool:
-    """Whether all of each span is lacking."""
+    """Returns whether all of each span is lacking."""
     return all(any(a <= span.offset and span.end <= b for a, b in lacking) for span in spans)
 
 

@@ -76,9 +76,9 @@ class Parameters:
 
     found: tuple[Parameter, ...]
     classes: Mapping[str, str]
-    """By path of an optimizer: its class name."""
+    """The class name of each optimizer, by path."""
     scalars: Mapping[str, Span]
-    """By name: tensors of one element, such as steps and learning rates."""
+    """Tensors of one element, such as steps and learning rates, by name."""
     left: Mapping[str, int]
     """Bytes of shards that belong to no such parameter, by reason."""
 

@@ -48,7 +48,7 @@ LAST_BACKOFF_S = 300.0
 """How long the ranks wait before they connect anew: from the first value to the last, doubled each time."""
 
 RECONNECT = timedelta(seconds=5)
-"""How long that may take, at least: the training waits meanwhile. If the first time took longer, four times that."""
+"""Least time for connecting anew, while the training waits; four times what the first time took, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Round:
     """Steps after `held_by_all` whose snapshots were found to differ between ranks, and may go."""
 
     def may_go(self, step: int) -> bool:
-        """Whether the slots of this step may be overwritten at any time: then nothing may build on it."""
+        """Returns whether the slots of this step may be overwritten at any time: then nothing may build on it."""
         return step in self.void or self.held_by_all < step <= self.settled
 
 
@@ -369,7 +369,7 @@ class _Filled:
         return self.staging.error is None
 
     def is_of(self, offered: SlotHeader) -> bool:
-        """Whether the offered snapshot lies in its slot as the one before did."""
+        """Returns whether the offered snapshot lies in its slot as the one before did."""
         return offered.documents.get("table", (0, 0, ""))[2] == self.table
 
     def lacks(self, offered: SlotHeader) -> Ranges:

@@ -290,9 +290,9 @@ class _Tags(NamedTuple):
     """Tags of messages about one rank's snapshots."""
 
     data: int
-    """For messages to their receiver."""
+    """The tag of messages to their receiver."""
     answer: int
-    """For messages from it."""
+    """The tag of messages from it."""
 
 
 def _tags(origin: int) -> _Tags:

@@ -45,13 +45,13 @@ class Word(NamedTuple):
     link_failed: int = 0
     """1: this rank lost a peer."""
     held_since: int = 0
-    """From which step on all snapshots of this rank have been held."""
+    """The step from which on all snapshots of this rank have been held."""
     drain: int = 0
     """1: the next save should be drained from local disks to the store."""
     drains_full: int = 0
     """1: this rank has as much to drain already as it may."""
     local_since: int = 0
-    """From which step on all saves of this rank have come to be on its local disk."""
+    """The step from which on all saves of this rank have come to be on its local disk."""
     unrecorded: int = 0
     """1: rank 0 has not heard that the record of the generation is in the store."""
     interval: int = 0
@@ -61,9 +61,9 @@ class Word(NamedTuple):
     at_work: int = 0
     """1: a save is being copied or written on this rank."""
     memory_interval: int = 0
-    """As `interval`, for snapshots in memory."""
+    """The same as `interval`, for snapshots in memory."""
     memory_widen: int = 0
-    """As `widen`, for them."""
+    """The same as `widen`, for snapshots in memory."""
     memory_at_work: int = 0
     """1: a snapshot is being copied, or sent to peers, by this rank."""
     calm: int = 1

@@ -72,7 +72,7 @@ class Board:
         """`ranks`: numbers in the job's world, by which errors name them; `rank` is this one's place among them."""
         self._fd, self._rank, self._ranks, self._timeout_s = fd, rank, ranks, timeout_s
         self._numbers = memoryview(mmap.mmap(fd, _nbytes(len(ranks))))[_HEAD_NBYTES:].cast("q")
-        """For each place, a row for each rank."""
+        """A row of each rank, for each place."""
         self._begun = 0
         self._begun_by_all = -1
         """The last collective that every rank is known to have begun."""

@@ -46,7 +46,7 @@ class Shared:
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     """This rank's nonce for the group that it makes next: the same until the ranks have agreed on that."""
     meetings: Counter[str] = field(default_factory=Counter)
-    """By place: the number of meetings that this rank has seen the end of."""
+    """The number of meetings that this rank has seen the end of, by place."""
 
 
 def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
@@ -101,7 +101,7 @@ def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> Ag
 
 
 _shared: dict[str, Shared] = {}
-"""By name of a process group."""
+"""What the ranks of each process group share, by its name."""
 
 
 def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:

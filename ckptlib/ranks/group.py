@@ -67,7 +67,7 @@ class Group(ABC):
         return False
 
     def same(self, data: bytes) -> bool:
-        """Whether every rank gave the same bytes; they are compared by digest."""
+        """Returns whether every rank gave the same bytes; they are compared by digest."""
         high, low = divmod(xxhash.xxh3_128_intdigest(data), 2**64)
         words = [high >> 32, high & 0xFFFFFFFF, low >> 32, low & 0xFFFFFFFF]
         largest, smallest = self.extremes(words, words)
@@ -103,7 +103,7 @@ class Group(ABC):
         return self.start_extremes(highs, lows)()
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Returns whether any rank says so."""
         return bool(self.max([int(flag)])[0])
 
     @abstractmethod
@@ -165,7 +165,7 @@ class TorchGroup(Group):
         self._held: deque[tuple[torch.Tensor, ...]] = deque(maxlen=8)
         self._max, self._sum = _options(dist.ReduceOp.MAX), _options(dist.ReduceOp.SUM)
         self._numbers: dict[int, list[_Numbers]] = {}
-        """By their number of integers: those that no collective is at work on."""
+        """Buffers that no collective is at work on, by how many integers they hold."""
         self._gloo = connect(over, timeout)
         self._board: Board | None = None
         self._board = self._share_board()

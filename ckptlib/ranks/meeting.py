@@ -65,7 +65,7 @@ def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
 
 
 def is_gone(over: dist.ProcessGroup | None) -> bool:
-    """Whether a process group was destroyed; for None, which stands for none: whether there is one by now."""
+    """Returns whether a process group was destroyed; for None, which stands for none: whether there is one by now."""
     has_world = dist.is_available() and dist.is_initialized()
     if not has_world or over is None:
         return has_world == (over is None)

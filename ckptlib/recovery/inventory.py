@@ -122,9 +122,9 @@ class Inventory:
     def __init__(self, told: Sequence[bytes]) -> None:
         """`told`: each rank's description, by rank."""
         self.memories: list[list[str]] = []
-        """By rank: the memories in which it can open slots."""
+        """The memories in which each rank can open slots, by rank."""
         self._cores: list[tuple[str, int]] = []
-        """By rank: its host, and a bit for each core of that host that it may run on."""
+        """The host of each rank, and a bit for each core of that host that it may run on; by rank."""
         found: set[Found] = set()
         for data in told:
             words = json.loads(data)

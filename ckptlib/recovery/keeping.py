@@ -26,7 +26,7 @@ def keep_restored(
     generators: LoadedRng | None,
     attempts: Attempts,
 ) -> Pending | None:
-    """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
+    """With peers, keeps the restored state in memory again; saves it again if the store lacks it. Collective.
 
     Only for a state that was restored whole: else a part of the step would stand for all of it. `marks`: the step's, so
     that retention keeps it as if it had not been saved again. `generators`: the step's; an object's `state_dict()` may

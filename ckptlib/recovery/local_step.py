@@ -48,9 +48,9 @@ class LocalStep:
 
     save: SaveId
     parts: tuple[PartName, ...]
-    """By saved rank: its part."""
+    """The part of each saved rank, by rank."""
     seen: tuple[frozenset[int], ...]
-    """By rank of this job: the saved ranks whose parts are on its host's disk."""
+    """The saved ranks whose parts are on the disk of each rank's host, by rank of this job."""
 
 
 def saves_on(disk: Catalog) -> bytes:
@@ -138,7 +138,7 @@ def moves(seen: Sequence[frozenset[int]], needs: Sequence[Collection[int]]) -> l
 
 
 class OnDisks:
-    """Such a step as a source, for all ranks together, though each reads its own host's disk."""
+    """A step on local disks as a source, for all ranks together, though each reads its own host's disk."""
 
     def __init__(
         self, group: Group, over: dist.ProcessGroup | None, disk: Catalog, step: LocalStep, timeout: timedelta
@@ -150,11 +150,11 @@ class OnDisks:
         self.where, self.in_memory = f"local disks ({disk.store.url})", False
         self._exchange: Exchange[int] | None = None
         self._there = [{*seen} for seen in step.seen]
-        """By rank of this job: the saved ranks whose shares it can read."""
+        """The saved ranks whose shares each rank of this job can read, by rank."""
         self._far: dict[int, RemoteShare] = {}
-        """By saved rank: the shares that this rank has from other hosts."""
+        """The shares that this rank has from other hosts, by saved rank."""
         self._packs: dict[str, tuple[RemoteShare, int]] = {}
-        """By key: the packs of these shares, each with its share and its position in the part."""
+        """The packs of these shares, by key: the share, and the pack's position in the part."""
         told = together(group, f"opening step {step.save.step} on local disks", self._own_layouts)
         rows = [(str(digest), rank) for data in group.gather(told) for rank, digest in json.loads(data)]
         self.layouts: Mapping[str, tuple[int, ...]] = ranks_by_layout(sorted(rows, key=lambda row: row[1]))
@@ -223,7 +223,7 @@ class OnDisks:
         return tuple(rank for rank, seen in enumerate(self._step.seen) if seen.issuperset(ranks))
 
     def bring(self, ranks: Collection[int]) -> None:
-        """Has ranks of other hosts read out, from now on, those of these shares that are not here. Collective."""
+        """Makes ranks of other hosts read out, from now on, those of these shares that are not here. Collective."""
         told = self._group.gather(json.dumps(sorted(ranks)).encode())
         needs = [{*json.loads(data)} - there for data, there in zip(told, self._there, strict=True)]
         lacking = moves(self._step.seen, needs)

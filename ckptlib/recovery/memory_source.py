@@ -72,13 +72,13 @@ class InMemory:
         self._cached = replace(CACHED, threads=min(THREADS, inventory.cores_each(group.rank)))
         self._opening = threading.Lock()
         self._slots: dict[str, ReadableSlot] = {}
-        """By path: the slots of this host and of others."""
+        """The slots of this host and of others, by path."""
         self._asked: set[str] = set()
         """Slots that this rank has opened to read from, or tried to."""
         self._readers: dict[int, SnapshotReader] = {}
         self._read: dict[str, Snapshot] = {}
         self._at: dict[int, Found] = {}
-        """By saved rank: the slot in which this rank reads its share."""
+        """The slot in which this rank reads each saved rank's share, by saved rank."""
         self._moves: dict[_Share, Transfer] = {}
         """Shards that are on other hosts only; the same on all ranks."""
         self._exchange: Exchange[Found] | None = None

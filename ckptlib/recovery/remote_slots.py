@@ -69,7 +69,7 @@ _SAID = {cls.__name__: cls for cls in (*UNUSABLE, NewerFormat)}
 
 
 T = TypeVar("T", bound=Hashable)
-"""What is offered, as all ranks know it."""
+"""The type of what is offered, as all ranks know it."""
 
 
 class Offered(Protocol):
@@ -103,13 +103,13 @@ class Exchange(Generic[T]):
         self._timeout = timeout
         self._open = open_here
         self._offers: dict[int, list[T]] = {}
-        """By asker: what this rank offers to it."""
+        """What this rank offers to each asker."""
         self._first_askers: dict[int, int] = {}
-        """By server: the first rank that asks it, which ends its threads."""
+        """The first rank that asks each server, which ends that server's threads."""
         self._threads: list[threading.Thread] = []
         self._zeros = memoryview(b"")
         self._remotes: dict[int, Remote] = {}
-        """By server: that rank."""
+        """The other ranks that offer something to this one, by rank."""
 
     @property
     def nbytes_received(self) -> int:

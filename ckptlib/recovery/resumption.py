@@ -45,7 +45,7 @@ class Resumption:
         self._exports = exports
         self._begin = begin
         self._generators: LoadedRng | None = None
-        """Those of the restored step, until they are put back."""
+        """The generators of the restored step, until they are put back."""
         self._to_warm: int | None = None
 
     def install(self, nbytes: int) -> None:

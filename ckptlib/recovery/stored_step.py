@@ -35,7 +35,7 @@ class StoredStep(Committed):
         self._manifest, self._group = manifest, group
         self._own: tuple[Part, OwnPart] | None = None
         self._ends: dict[str, int] = {}
-        """By pack: how far it was read."""
+        """How far each pack was read, by key."""
         self._lock = threading.Lock()
 
     @override

@@ -31,7 +31,7 @@ class SlotHeader:
     """Odd while the content is written, even when it is whole; never goes back."""
     body_nbytes: int
     documents: Mapping[str, tuple[int, int, str]]
-    """By name: offset in the file, bytes, digest."""
+    """Offset in the file, bytes and digest of each document, by name."""
     check: Check | None = None
     """Its rank's check of replicated shards. None while it is written, and in older slots."""
 

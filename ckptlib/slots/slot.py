@@ -217,11 +217,11 @@ class Slot(ReadableSlot):
         self._lock(_CONTENT, fcntl.LOCK_UN)
 
     def being_read(self) -> bool:
-        """Whether another process reads the content, or overwrites it."""
+        """Returns whether another process reads the content, or overwrites it."""
         return held_by_another(self._fd, _CONTENT)
 
     def abandoned(self) -> bool:
-        """Whether no other process has the slot open; asked by one that opened it after they did."""
+        """Returns whether no other process has the slot open; asked by one that opened it after they did."""
         alone = self._lock(_ALIVE, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if alone:
             self._lock(_ALIVE, fcntl.LOCK_SH)

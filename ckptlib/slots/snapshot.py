@@ -41,7 +41,7 @@ class SnapshotReader:
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[str, Table, Layout]] = {}
-        """By rank: the last table, its digest and its layout."""
+        """The last table of each rank, its digest and its layout, by rank."""
 
     def table(self, rank: int) -> Table | None:
         """Returns the table of the last snapshot of a rank that was read."""

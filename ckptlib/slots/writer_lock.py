@@ -101,7 +101,7 @@ def generation_of(path: Path) -> str:
 
 
 def is_awaited(path: Path) -> bool:
-    """Whether it is of a writer that its trainer has left, and that has yet to read its orders."""
+    """Returns whether it is of a writer that its trainer has left, and that has yet to read its orders."""
     with _opened(path) as fd:
         if fd is None or not _lock(fcntl.lockf, fd, fcntl.LOCK_SH):
             return False

@@ -61,7 +61,7 @@ def as_bytes(data: Buffer) -> memoryview:
 
 
 def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -> FormatError:
-    """The error for an object of `nbytes_found` bytes in which the range does not lie."""
+    """Returns the error for an object of `nbytes_found` bytes in which the range does not lie."""
     wanted = "to its end" if nbytes is None else f"to {offset + nbytes}"
     return FormatError(
         f"{where}: the object has {nbytes_found} bytes, expected bytes {offset} {wanted}; "
@@ -70,7 +70,7 @@ def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -
 
 
 def taken(where: str) -> ObjectExists:
-    """The error for a key that has an object."""
+    """Returns the error for a key that has an object."""
     return ObjectExists(f"{where}: exists already, and objects are never overwritten; put it under another key")
 
 
@@ -86,7 +86,7 @@ def check_plain(where: str, encoding: str | None) -> None:
 
 
 def never_ends(where: str, doing: str) -> StoreError:
-    """The error for a server whose pages do not lead on: it would be asked for the same ones for ever."""
+    """Returns the error for a server whose pages do not lead on: it would be asked for the same ones for ever."""
     return StoreError(
         f"{where}: cannot {doing}: the server says that there is more, but not where, or gives a page again; it, or a "
         "proxy in front of it, does not page listings as S3 does: update it, or reach the server past the proxy"

@@ -1,4 +1,4 @@
-"""What to do about a server's certificate that is refused; clients say why in words of their own."""
+"""Advice on a server's certificate that is refused; clients say why in words of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes files and their names durable, and which errors say that a file system cannot do what it is asked.
+"""Makes files and their names durable, and knows the errors of a file system that cannot do what it is asked.
 
 Some file systems can flush no directory, count no bytes, or give no room beforehand: there names are as durable as the
 file system makes them, and nothing is refused. A file whose own bytes cannot be flushed is an error everywhere.

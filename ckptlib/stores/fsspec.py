@@ -382,7 +382,7 @@ def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
 
 
 def _lists_flat(fs: AbstractFileSystem) -> bool:
-    """Whether the filesystem lists all below a prefix itself, rather than directory by directory."""
+    """Returns whether the filesystem lists all below a prefix itself, rather than directory by directory."""
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is not AsyncFileSystem._find
     return type(fs).find is not AbstractFileSystem.find

@@ -9,7 +9,7 @@ import errno
 
 
 def is_forbidden(error: Exception) -> bool:
-    """Whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
+    """Returns whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
     if _is_throttled(error):
         return False
     if isinstance(error, PermissionError) or not {401, 403}.isdisjoint(_statuses(error)):
@@ -23,17 +23,17 @@ def _is_gcs_403(error: Exception) -> bool:
 
 
 def concerns_all(error: Exception) -> bool:
-    """Whether a refusal can only concern the whole store: the caller is not known, or its clock is wrong."""
+    """Returns whether a refusal can only concern the whole store: the caller is not known, or its clock is wrong."""
     return 401 in _statuses(error) or getattr(error, "error_code", None) == "AuthenticationFailed"
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed in a while, though the backend takes the answer for a refusal."""
+    """Returns whether the same request may succeed in a while, though the backend takes the answer for a refusal."""
     return _is_throttled(error) or is_page(error)
 
 
 def is_page(error: Exception) -> bool:
-    """Whether a proxy says 403 or 404, and not a store: Google's has a message, Azure's a code. adlfs makes
+    """Returns whether a proxy says 403 or 404, and not a store: Google's has a message, Azure's a code. adlfs makes
     FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
     if _is_gcs_403(error):
         return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")

@@ -108,7 +108,7 @@ def _read_through(fd: int, view: memoryview, offset: int) -> int:
 
 
 def _is_cached(fd: int, view: memoryview, offset: int) -> bool:
-    """Whether its first, middle and last page are in memory already: then the rest is likely to be.
+    """Returns whether its first, middle and last page are in memory already: then the rest is likely to be.
 
     The first one alone may be there since the kernel read ahead for the read before, and so on to the end of a file.
     """
@@ -117,7 +117,7 @@ def _is_cached(fd: int, view: memoryview, offset: int) -> bool:
 
 
 def _has_page(fd: int, view: memoryview, offset: int) -> bool:
-    """Whether this page is in memory. If not, the kernel may begin to read it."""
+    """Returns whether this page is in memory. If not, the kernel may begin to read it."""
     try:
         return os.preadv(fd, [view], offset, os.RWF_NOWAIT) > 0
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""How an object becomes a file of a local store.
+"""Makes an object a file of a local store.
 
 It is written under a temporary name, flushed, and then linked under its key; a link never replaces a file. A crash
 leaves at most a file in `.tmp`, which no listing shows: <pid>-<random>.
@@ -129,7 +129,7 @@ class LocalUpload:
 
 
 def _open_temp(root: str) -> tuple[str, int]:
-    """The name of a new file in the directory for temporary ones, and a descriptor to write to it."""
+    """Makes a file in the directory for temporary ones; returns its name, and a descriptor to write to it."""
     name = f"{os.getpid()}-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:

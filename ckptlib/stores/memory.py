@@ -39,7 +39,7 @@ class MemoryStore(Store):
 
     @classmethod
     def named(cls, name: str) -> MemoryStore:
-        """The store that everybody in this process gets under `name`."""
+        """Returns the store that everybody in this process gets under `name`."""
         with cls._by_name_lock:
             return cls._by_name.setdefault(name, cls(name))
 

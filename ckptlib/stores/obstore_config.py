@@ -140,7 +140,7 @@ def _check_endpoint(*places: str) -> None:
 
 
 def _is_plain(place: object) -> bool:
-    """Whether an endpoint is reached without TLS, which obstore must be allowed."""
+    """Returns whether an endpoint is reached without TLS, which obstore must be allowed."""
     return str(place).lower().startswith("http://")
 
 

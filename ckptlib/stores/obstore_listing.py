@@ -101,6 +101,6 @@ class Listing:
 
 
 def _is_behind(key: str, directory: str, name: str) -> bool:
-    """Whether a key of a directory comes after all whose names begin with `name`, however '/' is sorted."""
+    """Returns whether a key of a directory comes after all whose names begin with `name`, however '/' is sorted."""
     sibling = key[len(directory) + 1 if directory else 0 :].partition("/")[0]
     return sibling > name and not sibling.startswith(name)

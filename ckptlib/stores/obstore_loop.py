@@ -239,7 +239,7 @@ def _is_own_process() -> bool:
 
 @cache
 def _wait_at_exit() -> None:
-    """Before an interpreter older than 3.14 ends, waits for the client's threads to leave it.
+    """Waits, before an interpreter older than 3.14 ends, for the client's threads to leave it.
 
     These threads tell of a result, and let go of memory, a moment after whoever waits for it goes on. If one is inside
     when the interpreter ends, it is ended, which aborts the process: 1 exit in 3 when it came right after a put.

@@ -1,4 +1,4 @@
-"""How an object is cut into the parts in which it is sent: all alike but the last, and nothing copied. Pure."""
+"""Cuts an object into the parts in which it is sent: all alike but the last, and nothing copied. Pure."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def _config(given: object) -> dict[str, Any]:
 
 
 def _takes(config: Mapping[str, object], sockets: Mapping[str, object]) -> bool:
-    """Whether these versions of aiohttp and aiobotocore, and this system, know how sockets are to be made."""
+    """Returns whether these versions of aiohttp and aiobotocore, and this system, know how sockets are to be made."""
     known = inspect.signature(aiohttp.TCPConnector).parameters
     if "socket_factory" not in known or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return False

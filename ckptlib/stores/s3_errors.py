@@ -60,7 +60,7 @@ _PASSING = {
 _PASSING_STATUS = {408, 429, 500, 502, 503, 504}
 
 _OF_PAGES = {403: {"", "403"}, 404: {"", "404"}}
-"""By status: the codes of an answer whose body is not one of S3's. What a proxy says of a server that is away, or
+"""The codes of an answer whose body is not one of S3's, by status. What a proxy says of a server that is away, or
 refuses for a while, must not be taken for the word that there is no such object, or that nobody may read it; a HEAD has
 no body."""
 

@@ -44,7 +44,7 @@ class Sums:
         return _MD5 in sent or _CRC32 in answer
 
     def refused(self, sent: dict[str, str], error: ClientError) -> bool:
-        """Whether a request was refused for its sums; if so, others are used from now on."""
+        """Returns whether a request was refused for its sums; if so, others are used from now on."""
         has_crc32 = _CRC32 in sent or "ChecksumAlgorithm" in sent
         unknown = code_of(error) == "NotImplemented" or status_of(error) == 400
         if self._sure or not has_crc32 or not unknown or meaning_of(error).passes:
@@ -54,7 +54,7 @@ class Sums:
 
 
 def fits(sums: dict[str, str], body: Body) -> bool:
-    """Whether the sums are of this body."""
+    """Returns whether the sums are of this body."""
     return sums.items() <= {_CRC32: body.crc32, **_md5(body)}.items()
 
 

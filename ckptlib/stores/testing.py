@@ -309,7 +309,7 @@ class FaultStore(_HookedStore):
         return FaultStore._counts[self._plan_path, what]
 
     def _is_first(self, rule: Rule) -> bool:
-        """Whether no process has met this fault yet; a file says so, since the one that did may be dead."""
+        """Returns whether no process has met this fault yet; a file says so, since the one that did may be dead."""
         name = hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
         try:
             os.close(os.open(f"{self._plan_path}.fired-{name}", os.O_CREAT | os.O_EXCL))

@@ -1,4 +1,4 @@
-"""How a generation begins, as the trainer tells each of its writers. No torch."""
+"""The order by which the trainer tells each of its writers how a generation begins. No torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How the trainer's generation begins: each writer takes its parent from the resumed step, and rank 0's puts the
-record.
+"""Begins the trainer's generation: each writer takes its parent from the resumed step, and rank 0's puts the record.
 
 No torch.
 """

@@ -104,7 +104,7 @@ class Writer:
         self._child.wake()
 
     def add_slot(self, path: Path) -> None:
-        """Has the writer open this slot now, so that the slot outlives the trainer, and goes after it."""
+        """Makes the writer open this slot now, so that the slot outlives the trainer, and goes after it."""
         self.wake()
         with self._lock:
             self._child.channel.send(self._standing.slot(path))

@@ -1,4 +1,4 @@
-"""After a save is persisted: rank 0's writer commits it and removes old steps, others wait. No torch."""
+"""What follows once a save is persisted: rank 0's writer commits it and removes old steps, others wait. No torch."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Commits:
             self._jobs.put(partial(self._make_room, save, is_full=True))  # after those that are decided before it
 
     def put(self, save: SaveId, began: float, again: bool = False) -> None:
-        """Has the save committed when all its parts are there. `began`: when it was begun, by the monotonic clock.
-        `again`: whether a writer that is gone may have committed it."""
+        """Queues the commit of the save, which waits until all its parts are there. `began`: when it was begun, by the
+        monotonic clock. `again`: whether a writer that is gone may have committed it."""
         self._jobs.put(partial(self._commit, save, began, again))
 
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
-        """Has the trainer told the outcome of a save that another rank commits."""
+        """Queues a wait for another rank's commit, whose outcome the trainer is then told."""
         self._jobs.put(partial(self._await, save, timeout_s))
 
     def finish(self) -> None:

@@ -36,7 +36,8 @@ class DrainedParents:
         return (min(map(oldest_save, parts)), min(part.save for part in parts)) if parts else None
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
-        """Returns the parent of a snapshot, None if nothing can be taken over, and the steps there are. Never waits."""
+        """Returns a snapshot's parent, or None if nothing can be taken over, together with the known steps. Never
+        waits."""
         steps = self._known()
         committed = (part for part in reversed(self._parts) if steps.has(part.save) and fits(part, snapshot))
         self._parent = next(committed, None)

@@ -23,7 +23,7 @@ class WrongFrame(Exception):
 
 
 class Rounded(NamedTuple):
-    """What a decoded frame is, if it differs from the chunk."""
+    """The digest of a decoded frame that differs from its chunk, and by how much it differs."""
 
     digest: str
     absolute: float

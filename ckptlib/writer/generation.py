@@ -76,7 +76,7 @@ class GenerationRecord:
         catalog.put_generation(self.record)
         self.note_put(catalog)
         if restored is not None and not self.record.rewind:
-            self._warning = self._warning or _left_behind(catalog, restored)  # or that of a try which the store failed
+            self._warning = self._warning or _left_behind(catalog, restored)  # of an earlier try that the store failed
         return self._warning
 
     def _forget_foreign(self, catalog: Catalog, ids: Collection[GenerationId]) -> None:
@@ -115,7 +115,7 @@ def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
 
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:
-    """Returns the step that a job which restored none continues, the newest before its own first; and a warning."""
+    """Returns the step that a job continues if it restored none, the newest before its own first, and a warning."""
     visible = catalog.visible() if catalog.saves() else []
     hidden = [save.step for save in visible if save.step >= step]
     warning = None

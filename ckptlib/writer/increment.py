@@ -53,7 +53,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """Positions of chunks. Each chunk is in one of the three, in ascending order."""
+    """Positions of chunks. Each chunk is in one of the three tuples, which are ascending."""
 
     taken: tuple[int, ...]
     """Taken over from the parent."""

@@ -1,4 +1,4 @@
-"""What the trainer read of the step that the job restored from the store. It tells the writers, so that the first save
+"""What the trainer read of the step that the job restored from the store, told to the writers so that the first save
 need not read it again.
 
 This does not say whether the step is still there: that is asked when a parent is chosen. No torch.

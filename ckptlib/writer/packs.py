@@ -105,7 +105,7 @@ class Packer:
     """Packs chunks of slots with one table. Keeps headers that are the same from one save to the next."""
 
     def __init__(self, table: Table, layout: Layout, pack_nbytes: int) -> None:
-        """A pack is larger than `pack_nbytes` only where one chunk, or a block of small shards, is."""
+        """`pack_nbytes`: most bytes of a pack, unless one chunk, or a block of small shards, has more."""
         self.table = table
         self._layout, self._pack_nbytes = layout, pack_nbytes
         self._sizes = table.sizes(layout)

@@ -86,7 +86,7 @@ class Parents:
         self._searched = False
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
-        """Returns the parent of a snapshot, None if nothing can be taken over, and the steps that matter to it.
+        """Returns a snapshot's parent, or None if nothing can be taken over, together with the steps that matter to it.
 
         Lists no steps before those of the packs that the candidates use: each rank asks at each save. Waits up to
         `patience_s` for the commit of the newest part, if that has more in common with the snapshot than the parts that

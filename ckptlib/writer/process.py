@@ -68,7 +68,7 @@ class WriterProcess:
         self._held: SaveId | None = None
         """The newest snapshot that all ranks hold in memory."""
         self._account: StartAccount | None = None
-        """On rank 0 only."""
+        """The account of this start; on rank 0 only."""
         self._persists = JobThread("persist")
         self._tier: Tier | None = None
         self._is_set_up = False

@@ -1,4 +1,4 @@
-"""How many of something there are per byte, as measured on stretches of many sizes. Pure numbers.
+"""Measures how many of something there are per byte, on stretches of many sizes. Pure numbers.
 
 Each stretch counts by its bytes: the time of a request, or of a call, says little about the speed of a store or codec.
 """

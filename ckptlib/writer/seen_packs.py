@@ -17,7 +17,7 @@ from ckptlib.format.part import Pack
 from ckptlib.stores import Store
 
 LOOK_AGAIN_S = 600.0
-"""Where requests are paid for, a pack that was seen within this time is taken to be there."""
+"""Seconds for which a pack that was seen is taken to be there, in stores where requests are paid for."""
 
 
 class SeenPacks:
@@ -28,7 +28,7 @@ class SeenPacks:
         self._store = store
         self._look_again_s = look_again_s if look_again_s is not None else 0.0 if store.is_local else LOOK_AGAIN_S
         self._seen: dict[str, float] = {}
-        """When each was seen, by the monotonic clock, and in this order."""
+        """When each pack was seen, by the monotonic clock, and in this order."""
         self._lock = threading.Lock()
 
     def note(self, key: str, when: float | None = None) -> None:

@@ -22,9 +22,9 @@ class PutChunks:
     offsets: tuple[int, ...]
     """Offset of each chunk in the pack's file."""
     codings: Mapping[int, Coding] = field(default_factory=dict)
-    """By chunk. Their bases lie in packs of the parent, and are numbered as there."""
+    """The coding of each chunk that has one. Bases lie in packs of the parent, and are numbered as there."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """By chunk: digest of the bytes that a load gives back, if a lossy codec changed them."""
+    """Digests of the bytes that a load gives back, for chunks that a lossy codec changed."""
 
 
 class Share(NamedTuple):
