@@ -249,7 +249,7 @@ class Replicator:
         finally:
             if twin is not None:
                 twin.staging.wait_done(None)  # until then it is written to, and nobody else may have it
-            for slot in arena.slots:  # not the twin's: where that was too small it is gone
+            for slot in arena.slots:  # not the twin's, which is gone if it was too small
                 slot.unlock()
 
     def _take(self, origin: int, now: Round, nbytes: int) -> Slot:
@@ -337,7 +337,7 @@ class Replicator:
                 if receiver.busy:  # maybe for a minute yet, with a rank that is gone: only its replica has its share
                     self._arenas[origin].show()
                     receiver.put(close)
-                else:  # it may not run: the session is given up where the system has no thread for it
+                else:  # it may not run: the session is given up if the system has no thread for it
                     close()
             for stream in self._streams():
                 stream.leave()

@@ -4,7 +4,7 @@
     offer: the header's page     -->  takes a slot with room, and marks its content as being written
                                  <--  verdict: go on, with the ranges of the body that it lacks, or why not
     documents                    -->
-    increments, where both have  -->  see `increments`: some of these ranges, in fewer bytes
+    increments, if both have     -->  see `increments`: some of these ranges, in fewer bytes
     the snapshot before
     those ranges                 -->  straight into the slot; each chunk's digest is checked while later ones arrive
     verdict: still the same      -->  all of it checked? then the header, which makes it ready

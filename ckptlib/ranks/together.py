@@ -91,7 +91,7 @@ def together_while_all_live(group: Group, what: str, call: Callable[[], Result])
 def _meet_until_done(group: Group, what: str, submit: Callable[[], Future[Result]]) -> Result:
     try:
         work = submit()
-    except RuntimeError as error:  # no thread: nobody waits for this rank, as where it has lost another
+    except RuntimeError as error:  # no thread: nobody waits for this rank, as if it had lost another
         work = Future()
         work.set_exception(AgreementFailed(f"{error}. See ulimit -u, and pids.max of the container's cgroup"))
     began = most_done = time.monotonic()

@@ -167,7 +167,7 @@ def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytes
         data.write(as_bytes(piece))
     data.seek(0)
     data.write(late.made(key))
-    return data.getvalue()  # its own bytes: BytesIO copies them only where it is written to again
+    return data.getvalue()  # its own bytes: BytesIO copies them only if it is written to again
 
 
 class Store(ABC):
@@ -181,7 +181,7 @@ class Store(ABC):
     `get` and `get_into` raise ObjectUnreadable; what can only be the whole store's, such as a time-out, does not.
 
     No call waits for ever: a request that makes no progress for `io_limits.IDLE_S` seconds is given up and sent again,
-    a few times; so is one that met a fault which may pass. `deadline`, where a method takes one, is a time by the
+    a few times; so is one that met a fault which may pass. `deadline`, if a method takes one, is a time by the
     monotonic clock; nothing of the call goes on after it.
     """
 

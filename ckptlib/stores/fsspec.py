@@ -7,7 +7,7 @@ The only place where fsspec is used, since it has traps:
 * Instances are shared by everybody who gives equal arguments. Ours are our own.
 
 A key that is put twice is overwritten: S3 can refuse that, but then a request sent again because its answer was lost
-is refused as well. ckptlib's keys carry a random part, and where they do not, every writer puts the same bytes.
+is refused as well. ckptlib's keys carry a random part, and if they do not, every writer puts the same bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FsspecStore(Store):
     As atomic and as durable as the backend's `pipe_file`: on object stores an object appears whole or not at all;
     on SFTP and its like a crash in the middle of a put leaves a torn file.
 
-    A request that takes too long is given up and sent again. Where the backend cannot be interrupted, what was given up
+    A request that takes too long is given up and sent again. If the backend cannot be interrupted, what was given up
     may still be carried out: an object may appear after its put has failed. Its key is random, or its bytes are always
     the same, so that nothing is harmed.
     """
@@ -190,7 +190,7 @@ class FsspecStore(Store):
     def _cat(self, path: str, offset: int, nbytes: int | None, deadline: float | None) -> bytes:
         end = None if nbytes is None else offset + nbytes
         try:
-            # An open range is one request where the whole object would be two: its size is asked for first.
+            # An open range is one request. The whole object would be two: its size is asked for first.
             read = self._call("cat_file", path, start=offset, end=end, nbytes=nbytes or PACK_NBYTES, deadline=deadline)
             return bytes(read)
         except Exception as error:

@@ -55,5 +55,5 @@ def is_behind_the_end(error: Exception) -> bool:
 
 
 def _statuses(error: object) -> list[object]:
-    """Returns what the clients of the backends have where each puts the status of HTTP."""
+    """Returns the attributes in which the clients of the backends may keep the status of HTTP."""
     return [getattr(error, name, None) for name in ("status_code", "status", "code")]

@@ -49,7 +49,7 @@ DELETE_S = 0.1
 where nobody waits any more, beside the same request sent again. Swift deletes two at a time."""
 
 SLOWEST_BPS = 1e6
-"""Bytes per second below which the transfer of one part counts as stalled, where bytes cannot be seen to move."""
+"""Bytes per second below which the transfer of one part counts as stalled, if bytes cannot be seen to move."""
 
 RETRY_S = 60.0
 """Seconds from the first failure of a request to the last time that it is sent again."""

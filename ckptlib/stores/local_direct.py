@@ -1,4 +1,4 @@
-"""Large reads and writes that leave the page cache alone (O_DIRECT), where a file system takes them.
+"""Large reads and writes that leave the page cache alone (O_DIRECT), if a file system takes them.
 
 A bare copy of 2 GB took 0.3 s of CPU per GB so, and 3.1 s through the page cache, on a virtual machine whose two cores
 had other work as well.

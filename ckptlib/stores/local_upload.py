@@ -91,7 +91,7 @@ class LocalUpload:
     def commit(self, head: memoryview) -> None:
         """Puts `head`, of exactly the size announced, before the body, and publishes the file.
 
-        Raises ObjectExists, FormatError, StoreFull, StoreError. Where the directories cannot be flushed, the object has
+        Raises ObjectExists, FormatError, StoreFull, StoreError. If the directories cannot be flushed, the object has
         its name all the same: others may have seen it, flushed it, and told that it is saved.
         """
         try:

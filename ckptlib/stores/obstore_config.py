@@ -207,7 +207,7 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
         client.config["endpoint"] = endpoint
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     elsewhere = [os.environ.get(name, "") for name in names]
-    counts = elsewhere[:1] if endpoint or elsewhere[0] else elsewhere  # the first one also where there is an option
+    counts = elsewhere[:1] if endpoint or elsewhere[0] else elsewhere  # the first one also if there is an option
     _check_endpoint(*filter(None, counts))
     if any(map(_is_plain, (endpoint, *elsewhere))):
         client.client_options["allow_http"] = True
@@ -216,7 +216,7 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
 def _use_boto(client: Client, profile: str | None) -> None:
     """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and sources named there."""
     files = [os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"]
-    files = [*map(os.path.expanduser, files)]  # as it is where nobody knows a home: pathlib would raise
+    files = [*map(os.path.expanduser, files)]  # unchanged if no home is known: pathlib would raise
     if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(map(os.path.exists, files))):
         return
     if importlib.util.find_spec("boto3") is None:

@@ -154,7 +154,7 @@ class Failure:
 
     @property
     def refuses_parts(self) -> bool:
-        """Whether the server made no object of the list of parts: it may have been altered on its way, where no
+        """Whether the server made no object of the list of parts: it may have been altered on its way, if no
         checksum protects it."""
         return self.code in _NOT_THESE_PARTS or self.has_no_upload
 

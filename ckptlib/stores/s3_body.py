@@ -85,7 +85,7 @@ class Body:
 
 
 class Sending:
-    """One try at sending a body: aiohttp iterates over it, botocore reads it where the user wants payloads signed."""
+    """One try at sending a body: aiohttp iterates over it, botocore reads it if the user wants payloads signed."""
 
     def __init__(self, body: Body, progress: Progress) -> None:
         self._body, self._progress = body, progress

@@ -8,8 +8,8 @@ used, since they have traps:
 * botocore adds `Expect: 100-continue` to bodies, and aiohttp waits without limit for the answer. It is removed.
 * Payloads are signed by SHA-256 or not checked at all. Here each has a checksum, which costs less than half of that.
 * Credentials of a file are read once. Here they are read again when the server does not take them any more.
-* aiohttp keeps a connection that it is to close until all is sent: for ever where a server is there, and reads nothing.
-  Here the kernel ends such a one, where these versions have a way to ask for that; TLS ends by itself.
+* aiohttp keeps a connection that it is to close until all is sent: for ever if a server is there, and reads nothing.
+  Here the kernel ends such a connection, if these versions have a way to ask for that; TLS ends by itself.
 """
 
 from __future__ import annotations

@@ -147,6 +147,6 @@ def _open(fd: int, name: str, flags: int) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
     except OSError as error:
-        if error.errno != errno.ELOOP:  # what a link gives where there is no O_PATH
+        if error.errno != errno.ELOOP:  # what a link gives if there is no O_PATH
             raise
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name) from None

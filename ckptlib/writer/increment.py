@@ -6,7 +6,7 @@ has in the packs of an earlier save. Some unchanged chunks are written all the s
 * those that are old, since a chunk that all steps share is a single point of rot; not all at once;
 * those that somebody asked for (`ckptlib refresh`), since they may be damaged;
 * those in a pack that is mostly dead: its save was dropped, and most of its bytes are needed no more;
-* some, where a part would use the packs of very many saves;
+* some, if a part would use the packs of very many saves;
 * those whose pack was lost: no step that referred to it would load.
 
 They go into packs of their own, since what has not changed so far is likely to stay.

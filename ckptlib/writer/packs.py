@@ -1,11 +1,11 @@
 """How chunks in the body of a slot are made into packs, and the safetensors header of each. Pure.
 
 A pack is a valid safetensors file: 8 bytes of header length, a JSON header padded with spaces so that data begins on a
-page, then data without gaps. An entry is a shard, or a chunk of one that has several. It is called
-`<tensor>@<flat index of its first element in the whole tensor>`; it has the shape of its shard where it is the whole of
-it, else one dim. What lies between chunks is an entry too: padding, or a few bytes of a chunk that is not in the pack,
-which keep the alignment of the next one. The name and shape of an entry of whole rows say where it lies in its tensor;
-of any other entry the metadata tell, so that packs alone are enough to rebuild the tensors.
+page, then data without gaps. An entry is a shard, or a chunk of one that has several. It is called `<tensor>@<flat
+index of its first element in the whole tensor>`. It has the shape of its shard if it is the whole of it, else one dim.
+What lies between chunks is an entry too: padding, or a few bytes of a chunk that is not in the pack, which keep the
+alignment of the next one. The name and shape of an entry of whole rows say where it lies in its tensor; the metadata
+say so of any other entry, so that packs alone are enough to rebuild the tensors.
 """
 
 from __future__ import annotations

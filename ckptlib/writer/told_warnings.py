@@ -33,7 +33,7 @@ class ToldWarnings(logging.Handler):
         """Tells warnings from now on in this process."""
         ours = logging.getLogger("ckptlib")
         ours.addHandler(cls(channel))
-        ours.addHandler(logging.StreamHandler())  # what Python does by itself only where there is no other handler
+        ours.addHandler(logging.StreamHandler())  # what Python does by itself only if there is no other handler
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
