@@ -115,7 +115,7 @@ def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes,
     """Encodes each frame while those before are on their way. Returns the bytes sent. Raises AgreementFailed."""
     under_way: deque[Callable[[], None]] = deque()
     sent = 0
-    # in a thread of its own: gloo's sends wait for its own thread as long as that hands bytes to the kernel
+    # in a separate thread: gloo's sends wait while gloo's own thread hands bytes to the kernel
     with ThreadPoolExecutor(1, "ckptlib-encode") as encoder:
         coming = encoder.submit(next, frames, None)
         try:

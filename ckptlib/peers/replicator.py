@@ -162,7 +162,7 @@ class Replicator:
                 try:
                     slot = self._take(origin, now, nbytes)
                 except NoRoom:
-                    continue  # it will be told when the snapshot comes
+                    continue  # that is told when the snapshot comes
                 size, sequence = self._world_size, 2 * now.number - 1
                 header = SlotHeader(now.root_id, now.save, origin, size, now.number, sequence, nbytes, {})
                 found.append(CopyJob(slot, header, *alike))

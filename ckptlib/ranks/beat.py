@@ -69,7 +69,7 @@ class Word(NamedTuple):
     calm: int = 1
     """1: this rank is ready to connect to its peers anew; when agreed upon, all are."""
     oldest_held: int = NONE
-    """The newest step this rank holds (see `Held`); when agreed upon, the oldest of these."""
+    """The newest step this rank holds (see `HeldSteps`); when agreed upon, the oldest of these."""
     oldest_settled: int = NONE
     """The newest step whose snapshot has come to an end on this rank; when agreed upon, the oldest of these."""
     oldest_local: int = NONE

@@ -39,7 +39,7 @@ until its time-out.
 """
 
 _NOTHING = 2**31 - 1
-"""Goes with no message."""
+"""Tag of no message."""
 
 
 class Link:

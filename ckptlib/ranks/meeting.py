@@ -71,7 +71,7 @@ def is_gone(over: dist.ProcessGroup | None) -> bool:
         return has_world == (over is None)
     try:
         dist.get_process_group_ranks(over)
-    except KeyError:  # torch knows it no more
+    except KeyError:  # torch does not know it any more
         return True
     return False
 
@@ -149,7 +149,7 @@ def _attend(
         return False
     if num_came == group.size():
         store.compare_set(verdict, "", differing or _MET)
-        for key in ("verdict", "count"):  # all have left the one before
+        for key in ("verdict", "count"):  # all ranks have left the meeting before
             store.delete_key(f"{number - 1}/{key}")
     else:
         try:

@@ -4,7 +4,7 @@
     [8, 8 + these)           the part
     [n * 2**44, ...)         its nth pack, from 1 on
 
-So one offer is all that both ends know beforehand; which packs there are, the part tells. No torch.
+So both ends need to know one offer only: the part tells which packs there are. No torch.
 """
 
 from __future__ import annotations

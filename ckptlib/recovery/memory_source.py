@@ -281,7 +281,7 @@ class InMemory:
             raise
         except ObjectNotFound as error:
             return error
-        except (CkptError, OSError):  # as of the body
+        except (CkptError, OSError):  # then it counts as damaged
             pass
         return None
 

@@ -139,7 +139,7 @@ class Slot(ReadableSlot):
 
     @property
     def body(self) -> memoryview:
-        """The mapped body, whole capacity."""
+        """The mapped body, in its whole capacity."""
         return memoryview(self._map)[PAGE_BYTES:]
 
     @override
@@ -205,15 +205,15 @@ class Slot(ReadableSlot):
             raise NoRoom(f"{self.path}: no room for {len(data):,} bytes of {what}")
 
     def try_write_lock(self) -> bool:
-        """Takes the content for overwriting, unless somebody reads it."""
+        """Locks the content for overwriting, unless somebody reads it."""
         return self._lock(_CONTENT, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def read_lock(self) -> bool:
-        """Takes the content for reading, unless it is being overwritten."""
+        """Locks the content for reading, unless it is being overwritten."""
         return self._lock(_CONTENT, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def unlock(self) -> None:
-        """Gives the content free."""
+        """Unlocks the content."""
         self._lock(_CONTENT, fcntl.LOCK_UN)
 
     def being_read(self) -> bool:

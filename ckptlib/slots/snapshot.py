@@ -26,7 +26,7 @@ class Snapshot:
     layout: Layout
     algorithm: str
     digests: tuple[str, ...]
-    """Per chunk of the table."""
+    """The digest of each chunk of the table."""
     values: dict[str, Json]
     metrics: dict[str, Json]
     created: float

@@ -176,9 +176,9 @@ class Store(ABC):
     Required of what lies below: atomic whole-object put, ranged get, fresh listing by prefix, delete. Never required:
     rename, append, locks, conditional put.
 
-    Raises, from every method: ValueError for what is not a key, ObjectNotFound, StoreFull, StoreDenied, StoreTimeout,
-    StoreError for the rest. An outage is never an empty listing. What may be the matter with one object alone makes
-    `get` and `get_into` raise ObjectUnreadable; what can only be the whole store's, such as a time-out, does not.
+    Every method raises ValueError for what is not a key, ObjectNotFound, StoreFull, StoreDenied, StoreTimeout, and
+    StoreError for the rest. An outage is never an empty listing. `get` and `get_into` raise ObjectUnreadable for a
+    fault that may concern one object alone, and not for one that can only be the whole store's, such as a time-out.
 
     No call waits for ever: a request that makes no progress for `io_limits.IDLE_S` seconds is given up and sent again,
     a few times; so is one that met a fault which may pass. `deadline`, if a method takes one, is a time by the

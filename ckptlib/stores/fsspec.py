@@ -59,13 +59,13 @@ LISTING_NBYTES = 50_000_000
 _LISTING_TRIES = 10
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_ONE_CONNECTION = ("sftp", "ssh", "ftp")  # whose client mixes up answers to calls of several threads
+_ONE_CONNECTION = ("sftp", "ssh", "ftp")  # their client mixes up answers to calls of several threads
 
 
 class FsspecStore(Store):
     """The objects below `url`; `options` are those of fsspec's filesystem.
 
-    As atomic and as durable as the backend's `pipe_file`: on object stores an object appears whole or not at all;
+    It is as atomic and as durable as the backend's `pipe_file`: on object stores an object appears whole or not at all;
     on SFTP and its like a crash in the middle of a put leaves a torn file.
 
     A request that takes too long is given up and sent again. If the backend cannot be interrupted, what was given up
@@ -79,7 +79,7 @@ class FsspecStore(Store):
         self._secrets = Secrets(url, options)
         try:
             fs, root = _filesystem_of(url, options)
-        except OSError as error:  # of FTP and SFTP, which connect here
+        except OSError as error:  # FTP and SFTP connect here
             told = self._secrets.hide(f"{type(error).__name__}: {error}")
             raise StoreTimeout(f"{self.url}: cannot be reached: {told}") from self._secrets.harmless(error)
         fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
@@ -200,7 +200,7 @@ class FsspecStore(Store):
 
     def _size(self, path: str, deadline: float | None) -> int:
         info = self._call("info", path, deadline=deadline)
-        if info["type"] != "file":  # a prefix is none
+        if info["type"] != "file":  # a prefix is not a file
             raise FileNotFoundError(path)
         return int(info["size"])
 
@@ -242,7 +242,7 @@ class FsspecStore(Store):
                 self._call("cat_file", self._path("ckptlib.json"), start=0, end=1)
             except StoreTimeout:
                 raise
-            except Exception:  # an answer; what is wrong, the listing tells
+            except Exception:  # it answered; the listing tells what is wrong
                 self._was_there = True
 
     def _find(self, path: str) -> list[dict[str, Any]]:

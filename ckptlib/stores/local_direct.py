@@ -1,7 +1,7 @@
 """Large reads and writes that leave the page cache alone (O_DIRECT), if a file system takes them.
 
-A bare copy of 2 GB took 0.3 s of CPU per GB so, and 3.1 s through the page cache, on a virtual machine whose two cores
-had other work as well.
+A bare copy of 2 GB took 0.3 s of CPU per GB in this way, and 3.1 s through the page cache, on a virtual machine whose
+two cores had other work as well.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Running(Generic[T]):
         try:
             raise error
         finally:
-            del error  # which would hold itself by its traceback, and with it what the upload read
+            del error  # its traceback would keep it alive, and with it what the upload read
 
     def cancel(self) -> None:
         """Cancels the coroutine, and returns when it has ended."""

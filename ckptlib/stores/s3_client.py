@@ -190,7 +190,7 @@ class S3Client:
             if self._renewals != renewals:
                 return True
             used = await self._fs.session.get_credentials()
-            if isinstance(used, RefreshableCredentials):  # such renew themselves
+            if isinstance(used, RefreshableCredentials):  # these renew themselves
                 return False
             try:
                 found = await AioSession(**self._fs.kwargs).get_credentials()
@@ -363,7 +363,7 @@ def _takes(config: Mapping[str, object], sockets: Mapping[str, object]) -> bool:
         return False
     try:
         AioConfig(**{**config, **sockets})
-    except (BotoCoreError, TypeError):  # of options that somebody gave: the first request tells of them
+    except (BotoCoreError, TypeError):  # for options that the user gave: the first request tells of them
         return False
     return True
 

@@ -91,7 +91,7 @@ class Writer:
 
     def _start(self, wait_s: float = 0.0) -> None:
         """Starts a writer. Raises OSError; the one before, which is closed, stays then."""
-        if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
+        if not self.log_path.parent.is_dir():  # temporary directories are cleaned while a long job runs
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         self._child = Child(self._setup, self.log_path, self._unread, wait_s)
 

@@ -50,7 +50,7 @@ class Commits:
     ) -> None:
         self._channel, self._trainer, self._watchdog, self._failures = channel, trainer, watchdog, failures
         self._world_size, self._tier = world_size, tier
-        self._catalog, self._swept = catalog, Catalog(catalog.store)  # of its own: no commit waits for a sweep
+        self._catalog, self._swept = catalog, Catalog(catalog.store)  # a second one: no commit waits for a sweep
         self._sweeper = None if keep is None else Sweeper(self._swept, keep)
         self.committer = Committer(catalog)
         self._jobs, self._sweeps = JobThread("commit"), JobThread("sweep")

@@ -1,4 +1,4 @@
-"""The parts that a rank puts into one store, and which of them may be there though that failed. No torch."""
+"""The parts that a rank puts into one store, and which of them may be there though the put failed. No torch."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ class Persister:
         """Puts the packs and the part of the snapshot in `slot`, whose content the caller has locked for reading.
 
         Chunks that have not changed since the parent are not put again. `deadline`: of all that is put, by the
-        monotonic clock. `may_be_parent`: whether it will be committed, for all that is known now. `puts_layout`: else
-        another rank of this save does, before its own part; so whoever finds all parts finds the layout. Raises
+        monotonic clock. `may_be_parent`: whether it will be committed, for all that is known now. `puts_layout`: if
+        False, another rank of this save does, before its own part; so whoever finds all parts finds the layout. Raises
         CorruptData when the slot is not what was sealed, and the store's errors; no part is put then, or one too late.
         """
         self._deadline = deadline
@@ -162,7 +162,7 @@ class Persister:
         name, document = part.encode()
         self.parts.put(part, name.key, document, elapsed, may_take, self._deadline)
         if self._on_disk and self._store.entry(layout_key(snapshot.layout.digest)) is None:
-            self._put_layout(snapshot)  # a sweep of this disk had met it before this part named it
+            self._put_layout(snapshot)  # a sweep of this disk removed it before this part named it
         if part.rank == self._rank:
             if may_be_parent:
                 self._parents.remember(part)
@@ -265,13 +265,13 @@ class Persister:
     ) -> list[PutChunks]:
         """Puts frames in packs that are each made before they are put: the store is busy while one is flushed."""
         put: list[PutChunks] = []
-        with ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts:  # its end waits for what is under way
+        with ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts:  # leaving it waits for what is under way
             under_way: deque[Future[PutChunks]] = deque()
             for some in in_packs(frames):
                 pack = FramePack(packer)
                 pieces = [*pack.take(some)]
                 under_way.append(puts.submit(self._put_frames, snapshot, next(keys), pack, pieces))
-                del some, pieces  # they would hold a pack longer
+                del some, pieces  # they would keep a pack in memory longer
                 while len(under_way) >= FRAMES_PUTS:
                     put.append(under_way.popleft().result())
             put += [work.result() for work in under_way]

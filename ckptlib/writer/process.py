@@ -225,7 +225,7 @@ class WriterProcess:
             raise FormatError(f"unknown order: {op}")
 
     def _setup(self, message: Message) -> None:
-        if message.get("protocol") != PROTOCOL:  # a long job, a package upgraded meanwhile, and a writer that died
+        if message.get("protocol") != PROTOCOL:  # the package was upgraded while the job ran, and its writer died
             raise SystemExit("the trainer runs another version of ckptlib: restart the job")
         self._rank = int(message["rank"])
         world_size = int(message["world_size"])
@@ -295,7 +295,7 @@ class WriterProcess:
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
             failure: Message = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
-            if work.what == "commit" or self._shares.parts.may_have_put(work.save):  # nobody has word of its end yet
+            if work.what == "commit" or self._shares.parts.may_have_put(work.save):  # nobody knows yet how it ended
                 failure["in_doubt"] = True
             self._channel.send({"event": "failed", **failure, "replace": True})
         elif work.what == "begin":
