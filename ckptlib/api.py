@@ -63,9 +63,9 @@ def save(
            step.
     metrics: plain values by name, saved with the step: {"val_loss": loss.item()}. Rank 0's are recorded.
 
-    Raises, on all ranks: UnsupportedState for what cannot be saved; NoRoom without room for a snapshot; SaveFailed if
-    the step will never exist; ValueError if `step` does not come after the last one that this process saved to the
-    root, or if `codec` or `keep`, but for `exempt`, are not those of that save.
+    Raises, on all ranks: UnsupportedState for state that cannot be saved; NoRoom without room for a snapshot;
+    SaveFailed if the step will never exist; ValueError if `step` does not come after the last one that this process
+    saved to the root, or if `codec` or `keep`, but for `exempt`, are not those of that save.
     """
     pending = save_async(
         url,
@@ -170,7 +170,7 @@ def load(
     """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
 
     Collective over `process_group` (default: the world). The contents of `state` are undefined until it returns, and if
-    it raises. Where a save still copies tensors, nothing is written before that is done.
+    it raises. If a save still copies tensors, nothing is written before that is done.
 
     If you load a whole step into the state that you save next, the run goes back to that step: later steps stay in the
     store but are no longer listed. Loading into other objects, or only a part, does not change the history.
@@ -241,7 +241,7 @@ def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object
 def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
     """Yields the committed steps of a root's history in ascending order. Any process may call it alone.
 
-    Leaves out those that retention drops meanwhile; where that is the newest one, those that came after it follow.
+    Leaves out those that retention drops meanwhile; if that is the newest one, those that came after it follow.
     """
     with open_store(url_text(url), storage_options) as store:
         catalog = Catalog(store)

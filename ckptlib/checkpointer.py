@@ -71,14 +71,14 @@ class Checkpointer:
     local:           a directory on a disk of each host: saves go there first, which frees their slots, and to the store
                      in the background. Committed still means the store. `restore` takes the newest of both.
     drain:           which saves go from local disks to the store: a policy such as Steps(5000); None: all of them. The
-                     last one of a loop and what `save` takes always do.
+                     last one of a loop and those of `save` always do.
     local_keep:      how many steps stay on local disks, at least.
     drain_bandwidth: the most that each rank sends to the store, in bytes per second; None: as fast as it goes.
     codec:           "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names. "auto"
-                     stores tensors as they are on local disks, and compressed where the store is slower than that.
+                     stores tensors as they are on local disks, and compressed if the store is slower than that.
     refresh:         each save refers to earlier ones for what has not changed since; what is older than this is written
                      again, so that no step hangs on one old object for ever.
-    arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.
+    arena:           the directory for snapshots in memory; default: /dev/shm, or a file if /dev/shm is too small.
     timeout:         how long ranks wait for one another.
     save_deadline:   a save that is not committed by then is given up. Fixed when the root is created.
     max_outage:      how long saves may fail while training goes on. All ranks raise when at least three in a row have
@@ -94,8 +94,8 @@ class Checkpointer:
                      that `ckptlib import` reads; `Init` says more. `restore` fills the state from it, and the run
                      begins at step 0; RNG state is not taken from it. A run that has a step never looks at it.
     init_only:       the names, path prefixes or patterns of the state that are filled so, such as "model".
-    must_resume:     this run has steps: raises CheckpointNotFound where nobody has saved at the URL, and puts nothing
-                     there, and so does `restore` where it finds no step. Else a wrong URL begins a new run.
+    must_resume:     this run has steps: raises CheckpointNotFound if nobody has saved at the URL, and puts nothing
+                     there, and so does `restore` if it finds no step. Else a wrong URL begins a new run.
     export:          files for other libraries, written as the run ends, and at steps of your choice: see `Export`.
                      Another process does it. No save depends on it; only `close` waits for it, within its timeout.
     on_event:        called with each of `ckptlib.events`: snapshots and saves that began, ended or failed, restores,
@@ -221,7 +221,7 @@ class Checkpointer:
         rewind` does it once. Raises CheckpointNotFound, CorruptData, ObjectUnreadable or NewerFormat if the step cannot
         be restored; then nothing is abandoned.
 
-        Where there are steps, a run never begins anew. If none can be restored, raises CorruptData; ObjectUnreadable if
+        If there are steps, a run never begins anew. If none can be restored, raises CorruptData; ObjectUnreadable if
         some cannot be read; CheckpointNotFound if all lack objects; NewerFormat if a newer ckptlib wrote some, or has
         begun a run in the root.
         """
@@ -268,7 +268,7 @@ class Checkpointer:
     def log(self, metrics: Mapping[str, object]) -> None:
         """Notes metrics of the step that is under way: if it is saved, they are saved with it.
 
-        For `loop`, where nobody calls `after_step`. Metrics of a step that is not saved are dropped, so measure what
+        For `loop`, which calls `after_step` itself. Metrics of a step that is not saved are dropped, so measure what
         `Keep(best=)` asks for at the steps that are saved. Rank 0's are recorded.
         """
         self._steps.metrics.note(metrics)
@@ -279,9 +279,9 @@ class Checkpointer:
         `metrics`: saved with the step; those of `log`, too. Rank 0's are recorded.
 
         Call it on every rank, after optimizer.step(), with consecutive steps. A save that falls due while no slot is
-        free is taken a few steps later. If you do not use `loop`, leave yours where `stopping` is true, and call `save`
+        free is taken a few steps later. If you do not use `loop`, leave yours when `stopping` is true, and call `save`
         for the last step. Raises SaveFailed when saves have failed as `max_outage` says, and Superseded when a newer
-        job has taken over the root; all ranks raise at the same step. Where the step before was saved as the last one,
+        job has taken over the root; all ranks raise at the same step. If the step before was saved as the last one,
         since the job was told to stop, it closes the Checkpointer and raises Preempted.
         """
         self._check_open()

@@ -153,7 +153,7 @@ class PeerRefused(ReplicationFailed):
 
 
 class AgreementFailed(CkptError):
-    """Ranks did not come together in time; the message names those that are missing, where known."""
+    """Ranks did not come together in time; the message names those that are missing, if known."""
 
 
 class WaitTimeout(CkptError, TimeoutError):

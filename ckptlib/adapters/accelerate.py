@@ -63,7 +63,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     state is copied; another process writes it, and the directory appears when the step is committed: `wait_for_saves`
     and `end_training` wait for that. All ranks must see the directory.
 
-    Where a state was loaded, the first `skip_first_batches` puts the random state back once its batches are skipped:
+    After a state was loaded, the first `skip_first_batches` puts the random state back once its batches are skipped:
     a data loader draws from it as it begins. A state that was saved at the last batch of an epoch goes on with the next
     epoch, unless that call skips the batches of the one before.
     """
@@ -71,7 +71,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     # Shared by the process: another Accelerator may load what the last one has just saved
 
     _folders: ClassVar[dict[Path, StepFolders]] = {}
-    """By directory; on rank 0."""
+    """Folders by directory; on rank 0."""
     _whose: ClassVar[dict[Path, object]] = {}
     """Token of the Accelerator that opened each directory last."""
     _under_way: ClassVar[list[_Saving]] = []

@@ -40,7 +40,7 @@ class _Fenced:
 
 
 _known: MutableMapping[Optimizer, _Fenced] = WeakIdKeyDictionary()
-"""By identity, as everywhere: an optimizer may define `==`, and have no hash."""
+"""Keyed by identity, as everywhere: an optimizer may define `==`, and have no hash."""
 
 
 class Overlapping:

@@ -53,8 +53,8 @@ class StorageWriter(TorchStorageWriter):
     """Commits a step through `torch.distributed.checkpoint.save(storage_writer=)`, with a planner of your choice.
 
     The promises are those of `ckptlib.dcp.save`: the step is listed once all of it is durable and was proved whole.
-    What the planner's `create_local_plan` names on a rank is saved of that rank; `resolve_data` gives tensors. Plain
-    values are saved as they are, not as the pickles that `transform_object` makes.
+    Data that the planner's `create_local_plan` names on a rank is saved of that rank; `resolve_data` gives tensors.
+    Plain values are saved as they are, not as the pickles that `transform_object` makes.
 
     checkpoint_id, storage_options, codec, keep: as for `ckptlib.dcp.save`.
     process_group: the one that is given to DCP's save; DCP does not tell it.

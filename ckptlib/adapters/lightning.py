@@ -75,7 +75,7 @@ class CkptlibCheckpointIO(CheckpointIO):
     asynchronous:    `save_checkpoint` returns as soon as the state is copied; another process writes it. `teardown`
                      and the next call for the same path wait.
     codec:           as for `ckptlib.save`.
-    storage_options: for the root, where it is no local directory.
+    storage_options: for the root, if it is no local directory.
     """
 
     _steps: ClassVar[dict[str, int]] = {}

@@ -51,7 +51,7 @@ class Wanted:
     """The entries to fill in one or several optimizers' states."""
 
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """By name in the checkpoint."""
+    """Tensors to fill, by name in the checkpoint."""
     values: list[tuple[Node, str, object]] = field(default_factory=list)
     """Where each plain value goes: a dict, its key, and the value."""
     missing: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class SavedOptimizers:
         self._stand_ins = StandIns(opened)
         self._tree = nested(self._stand_ins)
         self._filled: dict[int, object] = {}
-        """By id of a value in the tree: the same value with its tensors read."""
+        """Values with their tensors read, by id of the value in the tree."""
         for path, described in opened.trees.items():
             if isinstance(described, dict) and "optimizer" in described:
                 name_parameters(self._tree, path)

@@ -54,7 +54,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     _running: ClassVar[WeakValueDictionary[Path, TrainerRun]] = WeakValueDictionary()
-    """By output directory. Nobody tells a callback that a training raised, or was interrupted in a notebook."""
+    """Runs by output directory. Nobody tells a callback that a training raised, or was interrupted in a notebook."""
 
     def __init__(self, every: When, *, root: str | None = None, **options: Any) -> None:
         """`root`: its URL; default: the directory `ckptlib` of `output_dir`. `options`: arguments of `Checkpointer`."""

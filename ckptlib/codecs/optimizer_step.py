@@ -8,12 +8,12 @@ as small. Peers have that state of one another, and a store has not, so this is 
 A frame:
 
     byte, byte           version, rule
-    byte, byte           1 where denormals are taken for zeros; number of arrays
+    byte, byte           1 if denormals are taken for zeros; number of arrays
     byte * arrays        bytes of a word: 4 for float32, 2 for bfloat16
     uint32               number of elements
     float32 * scalars    see `UpdateRule`
     planes               of the first array its bytes, highest first; of each other array one of residuals, signed,
-                         which are -128 where they are larger, one of the places (uint32) of those, and one of their
+                         which are -128 if they are larger, one of the places (uint32) of those, and one of their
                          words
 
 Little endian; planes as `plane_frames` has them. Frames come from a peer: no number in them is believed that does not

@@ -37,7 +37,7 @@ LOCAL = "file://"
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """What `Checkpointer(init_from=)` begins from, where a path or URL alone does not say enough.
+    """What `Checkpointer(init_from=)` begins from, if a path or URL alone does not say enough.
 
     source:   the URL or path of a root, or the path of another library's checkpoint, which every rank can see.
     step:     of a root: a number, "latest", "best" or a name. Another library's checkpoint has one step only.

@@ -92,17 +92,17 @@ def convert(
     fails while the step is read back; one that is killed may leave a whole one. The same call then compares it, or goes
     on with what is there: packs that have the bytes which the source has now are not written again.
 
-    step:    default: the source's own where it has one, else 0.
-    only:    names, path prefixes or patterns of what is to come over; skip: of what is not.
+    step:    default: the source's own if it has one, else 0.
+    only:    names, path prefixes or patterns of the entries to import; skip: of those to leave out.
     params:  by name of an optimizer whose source only numbers its parameters: their names, in the order in which the
              optimizer was given them, such as {"optimizer": ["model/wte.weight", ...]}.
     tie:     further names of tensors that the source has under one name: {"model/lm_head.weight": "model/wte.weight"}.
     scratch: a directory on a disk with room for a copy of the tensors, which lies there until the step is committed.
              Default: the directory for temporary files.
 
-    Raises FormatError for what is damaged or of no known format, UnsupportedState for objects that only unpickling
-    could make, StateError where the root has later steps already, Superseded where another process began to save to the
-    root meanwhile.
+    Raises FormatError for a source that is damaged or of no known format, UnsupportedState for objects that only
+    unpickling could make, StateError if the root has later steps already, Superseded if another process began to save
+    to the root meanwhile.
     """
     if "://" in str(source):
         raise FormatError(f"{source}: an import reads files of this machine; copy them here first")

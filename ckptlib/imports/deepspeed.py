@@ -42,8 +42,8 @@ def is_deepspeed(source: Path) -> bool:
 
 
 def read_deepspeed(source: Path, foreign: Foreign) -> None:
-    """Adds the module as `model`, with its fp32 weights where an optimizer of ZeRO has them; the optimizer as
-    `optimizer`; the scheduler as `scheduler`, and what the engine and its caller kept beside. Raises FormatError.
+    """Adds the module as `model`, with its fp32 weights if an optimizer of ZeRO has them; the optimizer as
+    `optimizer`; the scheduler as `scheduler`, and what the engine and its caller saved besides. Raises FormatError.
     """
     directory = _directory(source)
     assert directory is not None

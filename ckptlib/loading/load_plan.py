@@ -79,7 +79,7 @@ class LoadPlan:
         self._used: set[str] = set()
         """Names of the checkpoint that were taken."""
         self._filled: dict[int, Filler] = {}
-        """By id of a tensor of the state."""
+        """Fillers by id of a tensor of the state."""
         self._begins: dict[int, tuple[Leaf, str]] = {}
         """By address: the first leaf that begins there, and the saved tensor that fills it."""
         self._places: dict[Hashable, str] = {}

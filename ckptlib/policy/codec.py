@@ -12,7 +12,7 @@ from ckptlib.policy.patterns import covers
 AUTO = "auto"
 """What pays: decided by where the checkpoint goes, and by samples of the data."""
 RAW = "raw"
-"""As it lies in memory."""
+"""The bytes as they lie in memory."""
 PLANES = "planes"
 """Lossless and dense, whether it pays or not: floats by byte planes, everything else by zstd."""
 WORDS = (AUTO, RAW, PLANES)

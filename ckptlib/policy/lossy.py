@@ -29,8 +29,8 @@ class Lossy:
     dtype:  "bfloat16": half the bytes; each value is off by 0.4 % of itself at most. Rounds any tensor that a
             pattern names in full, too.
     bits:   8: a quarter of the bytes; `exp_avg` is off by 0.4 % of the largest value among its 256 neighbours at most,
-            `exp_avg_sq` by 4.5 % of its own value, or too large where it is 3 billion times smaller than the largest
-            value. Rounds moments only, even where another tensor is named in full.
+            `exp_avg_sq` by 4.5 % of its own value, or too large if it is 3 billion times smaller than the largest
+            value. Rounds moments only, even if another tensor is named in full.
     """
 
     dtype: str | None = None

@@ -12,7 +12,7 @@ from ckptlib.policy.when import Moment, Policy, parts_of
 
 @dataclass(frozen=True, slots=True)
 class Overhead(Policy):
-    """As often as a budget allows: `Overhead(at_most=0.035)` lets saves slow the training by 3.5 %, and no more.
+    """Saves as often as a budget allows: `Overhead(at_most=0.035)` lets saves slow the training by at most 3.5 %.
 
     at_most:      the budget, as a share of the time that the training takes without saves.
     at_most_lost: how much work may be lost at most; beats the budget. Counts to the last save that is durable.

@@ -21,8 +21,8 @@ class Peers:
     copies:   replicas of each rank's snapshot, each in another failure domain than the others and the rank itself. 0:
               none; a snapshot then survives its trainer, but not its host.
     every:    steps from one snapshot to the next; or a budget of its own, `Overhead(at_most=0.01)`: as often as that
-              allows. What is saved to the store is a snapshot, too.
-    domain:   the failure domain of this rank: what is lost at one time. "host": this machine; else a name, such as
+              allows. A save to the store is a snapshot, too.
+    domain:   the failure domain of this rank, which is lost at one time. "host": this machine; else a name, such as
               that of its rack.
     timeout:  a peer that does not take or give a few megabytes in this time counts as gone.
     everything: True sends replicas whole. Otherwise their holder copies from its own share what both ranks have alike,

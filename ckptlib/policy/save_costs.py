@@ -59,7 +59,7 @@ class SaveCosts:
         costs = [other.all_s for other in alike]
         recent, older = costs[-RECENT:], costs[:-RECENT]
         if len(older) >= RECENT - 1:
-            is_usual = min(recent) <= max(older) and max(recent) >= min(older)  # as where one in a few is dearer
+            is_usual = min(recent) <= max(older) and max(recent) >= min(older)  # as when one in a few is dearer
             if not is_usual and _differ(typical(recent), typical(older), 2 * noise_s):
                 for other in alike[:-RECENT]:
                     self._costs.remove(other)

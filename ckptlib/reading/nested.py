@@ -62,7 +62,7 @@ def read(
     only: names, path prefixes or patterns (fnmatch) as for `ckptlib.load`, such as "model" or "model/layers.*". What
           lies in an object, of which only a part is named, stands under its name.
 
-    The other arguments, and what it raises, are those of `ckptlib.open`; also StateMismatch where `only` meets nothing.
+    The other arguments, and what it raises, are those of `ckptlib.open`; also StateMismatch if `only` matches nothing.
     """
     with open(url, step, framework, rank=rank, storage_options=storage_options) as opened:
         return nested(opened, only)

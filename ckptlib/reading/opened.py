@@ -51,8 +51,9 @@ def open(
     digest. Needs no process group, and no torch for `framework="numpy"`.
 
     step:      a number, "latest", "best", or a name as `ckptlib ls --json` prints it.
-    framework: "pt" or "numpy": what is given back. Default: torch's tensors where torch is installed.
-    rank:      whose own values and tensors are read, of what each rank had its own (`PerRank`, RNG state).
+    framework: "pt" or "numpy": the kind of result. Default: torch's tensors if torch is installed.
+    rank:      the rank whose values and tensors are read, of those that each rank had of its own (`PerRank`, RNG
+               state).
 
     Raises CheckpointNotFound; CorruptData and FormatError for damaged documents; StoreError.
     """
