@@ -137,7 +137,7 @@ def begin_save(
     """Does what `save_async` does before `staging.go()`: tensors that overlap are not copied yet. `tags`: of the run's
     first save."""
     state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
-    rest = replace(keep, exempt=None) if isinstance(keep, Keep) else keep  # functions of two ranks are never the same
+    rest = replace(keep, exempt=None) if isinstance(keep, Keep) else keep  # functions of two ranks never compare equal
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": rest}
     what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
     meet(process_group, url_text(url), what, timeout)

@@ -106,7 +106,7 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
     session.owner.check()
     save = session.next_save(order.step)
     compare = order.compare or not session.planner.agreed
-    number = session.count_save()  # whatever becomes of it: ranks that count differently would not compare together
+    number = session.count_save()  # even if it fails: ranks that count differently would not compare together
     try:
         try:
             flat, metrics, plan, slot = _agree(session, order, compare)
@@ -237,7 +237,7 @@ def _load_step(
     whole: Mapping[str, object] = order.state
     if generators is not None:
         whole = {**order.state, RNG: generators}
-        if not isinstance(order.state, MutableMapping):  # report an entry that would be put into the copy alone
+        if not isinstance(order.state, MutableMapping):  # so that an entry which would only reach the copy is reported
             whole = MappingProxyType(whole)
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
@@ -250,7 +250,7 @@ def _load_step(
         tell_nothing_fits(source.save.step, wanted, RNG)
 
     wants, overlapping = set_apart(wanted.wants)
-    near = lru_cache(maxsize=None)(source.near)  # looks through all ranks; thousands of tensors lie with the same
+    near = lru_cache(maxsize=None)(source.near)  # scans all ranks; thousands of tensors lie with the same ones
     reads, buckets, by_links = share_out(wants, group, lambda want: near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
     if total > QUICK_BYTES:

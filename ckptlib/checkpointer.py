@@ -252,7 +252,7 @@ class Checkpointer:
         Checkpointer, those stay.
         """
         self._check_open()
-        if self._steps.stopping:  # since the loop before: a step of this one would stand for bodies that never ran
+        if self._steps.stopping:  # since the loop before: a step of this loop would stand for bodies that never ran
             self._steps.preempted |= start < total
             return
         self._resumption.put_back_random()
@@ -285,7 +285,7 @@ class Checkpointer:
         since the job was told to stop, it closes the Checkpointer and raises Preempted.
         """
         self._check_open()
-        if self._steps.stopping:  # a loop that does not ask would go on, and save each step, until it is killed
+        if self._steps.stopping:  # a loop that does not ask would go on, saving each step, until it is killed
             self.close()
             raise Preempted
         step = checked_step(step)

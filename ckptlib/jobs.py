@@ -79,7 +79,7 @@ class JobThread:
             try:
                 job()
             finally:
-                del job  # with everything that it refers to, until the next one
+                del job  # with everything that it refers to, before the wait for the next job
                 with self._lock:
                     self._num_open -= 1
 
@@ -111,10 +111,10 @@ def fulfil(future: Future[Result], call: Callable[[], Result]) -> None:
     try:
         if future.set_running_or_notify_cancel():
             future.set_result(call())
-    except BaseException as error:  # a caller that waits for the future is told of any
+    except BaseException as error:  # whoever waits for the future gets any error
         future.set_exception(error)
     finally:
-        del future  # else its error, whose trace has this frame, stays until garbage is collected
+        del future  # otherwise its error, whose trace has this frame, stays until garbage is collected
 
 
 def at_exit(job: Job) -> None:

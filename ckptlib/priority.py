@@ -29,7 +29,7 @@ def _lower_session() -> bool:
     """Returns whether there is nothing more to do."""
     try:
         _SESSION.write_text(str(NICENESS))
-    except BlockingIOError:  # without CAP_SYS_ADMIN, one such change per 0.1 s is allowed, of all processes together
+    except BlockingIOError:  # without CAP_SYS_ADMIN, only one such change per 0.1 s is allowed, by all processes
         return False
     except OSError:  # another kernel, or no /proc: niceness is all there is
         pass

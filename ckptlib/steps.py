@@ -109,7 +109,7 @@ class Steps:
         compare = self._attempts.owe_again() or bool(word.agree)
         self._turns.check(word)
         if self._stops(word) or step == self._due.final:
-            with self._turns.stop.busy():  # no step follows, so what waits here is no training
+            with self._turns.stop.busy():  # no step follows, so waiting here delays no training
                 self._act(step, metrics, word, True, compare)
         else:
             self._act(step, metrics, word, False, compare)
@@ -124,9 +124,9 @@ class Steps:
         taken, to_store = None, bool(last or (word.due and not word.behind))
         due = to_store or word.snap
         takes = last or (due and self._has_room(word))
-        self._took_slot = False  # before code that may raise on this rank alone: it would ask alone next time
+        self._took_slot = False  # before code that may raise on this rank alone: otherwise it would ask alone next time
         if takes:
-            # a last one is compared before it is taken: no other could be, should it turn out to differ
+            # the last save is compared before it is taken: no other could follow, should it turn out to differ
             compare = compare or last
             try:
                 taken = self._take(step, self.metrics.of(metrics), word, to_store, compare)
@@ -237,7 +237,7 @@ class Steps:
         # a save that was given up was published, and would be taken for the outcome of another try
         given_up = session.given_up is not None and session.given_up == step
         some, not_all, failed = session.group.max([int(known), int(not known), int(given_up)])
-        if failed or (some and not_all):  # a rank without it would go into another save alone
+        if failed or (some and not_all):  # a rank without it would begin another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if before is not None and known:
             if metrics and session.group.rank == 0:
@@ -253,7 +253,7 @@ class Steps:
             return before
         began = time.perf_counter()
         await_room(session)
-        trained = self._turns.started  # by after_step: an iteration has been
+        trained = self._turns.started  # whether after_step has seen an iteration
         session.tier.begin_drained()
         told = self.metrics.of(metrics)
         taken = self._attempts.last = save_step(session, SaveOrder(self._state, step, told, spare=trained))

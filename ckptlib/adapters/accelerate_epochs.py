@@ -43,7 +43,7 @@ class Resumed:
         for batch in self._loader:
             self._put_back()
             yield batch
-        self._put_back()  # all were skipped
+        self._put_back()  # if all batches were skipped
         if began is not None:
             # Accelerate does not count an epoch with nothing left
             self.whole.iteration = max(self._loader.iteration, began + 1)

@@ -214,7 +214,7 @@ class CkptlibCheckpointIO(CheckpointIO):
             return
         try:
             self._drop(where, replaced)
-        except (CkptError, OSError, ValueError) as error:  # it only takes room
+        except (CkptError, OSError, ValueError) as error:  # the step only takes room
             log.warning("%s: step %d, which it named before, is left: %s", where, replaced.step, error)
 
     def _drop(self, where: str, save: SaveId) -> None:
@@ -361,7 +361,7 @@ def _moved(node: Any, location: Any) -> Any:
             return node if moved is None else torch.empty_like(node, device=moved.device).copy_(node)
         return node.to(location.get("cpu", "cpu") if isinstance(location, dict) else location)
     if isinstance(node, dict):
-        moved = copy.copy(node)  # a Counter would count pairs, a defaultdict takes none
+        moved = copy.copy(node)  # a Counter would count the pairs, and a defaultdict does not take them
         for key, value in node.items():
             moved[key] = _moved(value, location)
         return moved

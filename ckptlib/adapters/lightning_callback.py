@@ -92,9 +92,9 @@ class CkptlibCallback(Checkpoint):
         """Puts data loaders and the random state back. Data loaders have begun by now."""
         if self._checkpointer is None:
             return
-        for number, own in self._handlers.items():  # Lightning's would end one rank alone
+        for number, own in self._handlers.items():  # Lightning's handlers would end one rank alone
             signal.signal(number, own)
-        if self._step == 0:  # from a file of Lightning's, maybe
+        if self._step == 0:  # the state may come from a file of Lightning's
             self._step = self._global_step = trainer.global_step
         if self._loaded is not None:
             self._loaded.place_data()
@@ -200,7 +200,7 @@ class CkptlibCallback(Checkpoint):
         self._let_go(exception)
         if handler() is not None:  # another Checkpointer is open
             return
-        for number, own in self._handlers.items():  # else Lightning would put back what was there as it began
+        for number, own in self._handlers.items():  # otherwise Lightning would put back the handlers from before
             if trainer._signal_connector._original_handlers.get(number) == own:
                 trainer._signal_connector._original_handlers[number] = signal.SIG_DFL
 
@@ -242,14 +242,14 @@ def _uneven(trainer: Trainer) -> list[ResumableSampler]:
     within = [each.loader if isinstance(each, ResumableLoader) else each for each in loaders]
     samplers = [getattr(loader, "batch_sampler", None) for loader in within]
     own = [sampler for sampler in samplers if isinstance(sampler, ResumableSampler)]
-    several = [sampler for sampler in own if sampler.global_batch < sampler.length]  # else each epoch has one
+    several = [sampler for sampler in own if sampler.global_batch < sampler.length]  # else each epoch has one batch
     return [sampler for sampler in several if not sampler.drop_last and sampler.length % sampler.global_batch]
 
 
 def _ends(trainer: Trainer) -> bool:
     """Returns whether the training ends with this step, as far as can be told before the end of its epoch."""
     loop = trainer.fit_loop
-    stops = trainer.should_stop and getattr(loop, "_can_stop_early", True)  # not before min_epochs and min_steps
+    stops = trainer.should_stop and getattr(loop, "_can_stop_early", True)  # never before min_epochs and min_steps
     if stops or 0 <= trainer.max_steps <= trainer.global_step:
         return True
     epochs = trainer.max_epochs

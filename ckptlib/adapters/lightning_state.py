@@ -43,7 +43,7 @@ class LightningState:
             "optim": _one_or_all(trainer.optimizers),
             "sched": _one_or_all(schedulers),
             "trainer": self._rest,
-            "data": PerRank(self._loaders),  # Lightning's own files have rank 0's alone
+            "data": PerRank(self._loaders),  # Lightning's own files have only rank 0's
         }
 
     def hand_out(self) -> None:
@@ -56,7 +56,7 @@ class LightningState:
         checkpoint[WEIGHTS] = {**self._trainer.lightning_module.state_dict(), **checkpoint.get(WEIGHTS, {})}
         loops = checkpoint["loops"]["fit_loop"]
         self._begins_epoch = bool(loops["epoch_loop.batch_progress"]["is_last_batch"])
-        if self._begins_epoch:  # steps are told in the next one: Lightning goes on within an epoch, or behind one
+        if self._begins_epoch:  # its last step is told in the next one; Lightning resumes within an epoch or behind it
             for progress in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
                 progress.update(dict.fromkeys(("ready", "started", "completed"), progress["processed"]))
         if self._trainer.strategy.restore_checkpoint_after_setup:
@@ -91,7 +91,7 @@ class LightningState:
             for each in loader.flattened:
                 _set_sampler_epoch(each, self._trainer.current_epoch)
             loader._load_state_dicts(self._loaders.loaded)
-            iter(loader if self._begins_epoch else fetcher)  # what is left of an epoch that is over is not read ahead
+            iter(loader if self._begins_epoch else fetcher)  # reads nothing ahead of an epoch that is over
         if self._begins_epoch:
             for one in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
                 one.on_iteration_done()

@@ -141,7 +141,7 @@ class SavedOptimizers:
         if not isinstance(node, dict):
             return None
         state, groups = node.get(STATE, {}), node.get(GROUPS)
-        groups = groups.get("value") if isinstance(groups, dict) else groups  # as version 0.2 saved lists
+        groups = groups.get("value") if isinstance(groups, dict) else groups  # version 0.2 saved lists so
         if not isinstance(groups, list):
             return None
         names: dict[str, str] = {}

@@ -136,7 +136,7 @@ class StepFolders:
         """`alone`: no other process is seen to save here. Otherwise removes nothing and waits for nothing."""
         for path in self._directory.glob(f"{HEAD}*.part") if alone else ():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not (path / POINTER).exists():
-                shutil.rmtree(path)  # somebody was killed while it was made, or deleted
+                shutil.rmtree(path)  # its process was killed while making or deleting it
         drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path, save)]
         if not drafts:
             return
@@ -217,7 +217,7 @@ class StepFolders:
 
     def wait(self) -> None:
         """Waits until everything asked for is done. Raises OSError if a directory could not get its name."""
-        wait_for_all(self._publishing)  # for all of them, whatever one of them raises
+        wait_for_all(self._publishing)  # waits for all, even if one raises
         for future in self._publishing:
             future.result()
         self._publishing.clear()
@@ -283,7 +283,7 @@ class StepFolders:
             draft.rename(folder)
         except FileNotFoundError:
             if draft.exists() or step_of(folder) != save:
-                raise  # else another process did it first
+                raise  # otherwise another process did it first
         flush_path(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save

@@ -166,7 +166,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         """Saves. Raises Preempted once the step is saved at which all ranks stop, since one of them was told to."""
         if self._config.load_only:
             return False
-        if self._checkpointer is None:  # torchtitan loads first, but for a seed checkpoint
+        if self._checkpointer is None:  # torchtitan loads first, except for a seed checkpoint
             api.save(self.folder, {MODEL: self._state[MODEL]}, curr_step, storage_options=self._storage_options)
             return True
         before = self._checkpointer.pending

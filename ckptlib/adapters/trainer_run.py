@@ -194,7 +194,7 @@ class TrainerRun:
         if self._folders is not None:
             try:
                 self._folders.draft(name, pending.save, partial(write_files, self._trainer))
-            except OSError as error:  # the step is saved all the same, and this rank would stop alone
+            except OSError as error:  # the step is saved anyway; raising would stop this rank alone
                 log.error("%s: its files cannot be written: %s", self._directory / name, error)
 
     def _publish_done(self) -> None:
@@ -232,7 +232,7 @@ class TrainerRun:
                 try:
                     pending.wait_committed()
                 except SaveFailed:
-                    continue  # it is told below
+                    continue  # the error is reported below
             self._publish_done()
             if self._folders is not None:
                 self._folders.wait()

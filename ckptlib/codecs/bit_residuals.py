@@ -82,7 +82,7 @@ class Scratch:
     def _words_of(self, predicted: Floats, dtype: np.dtype[np.uint32] | np.dtype[np.uint16]) -> Words:
         """Returns the words of `predicted`, rounded to nearest, ties to even, if words are narrower than floats."""
         words = predicted.view(np.uint32)
-        if np.isnan(predicted.max()):  # one pass, and hardly ever a second
+        if np.isnan(predicted.max()):  # one pass, and rarely a second
             np.copyto(words, _NAN, where=np.isnan(predicted))
         if dtype.itemsize == 4:
             return words

@@ -129,7 +129,7 @@ class Cutter:
                 if len(self._wide) < len(items):  # doubles are few
                     self._wide = np.empty(len(self._upper), "<u8")
                 word = self._wide[: len(items)]
-                np.left_shift(copy, np.uint64(bits), out=word, dtype="<u8")  # or numpy 1 shifts within a lane
+                np.left_shift(copy, np.uint64(bits), out=word, dtype="<u8")  # otherwise numpy 1 shifts within a lane
                 np.bitwise_or(items, word, out=items)
             else:
                 np.bitwise_or(items, copy, out=items)

@@ -84,7 +84,7 @@ class Pairer:
         end = -(-num_symbols // 8) * 8
         self._is_stray[num_symbols:end] = False
         masks = self._is_stray[:end].view(np.uint64)
-        at = (masks != 0).nonzero()[0]  # of bools: else ten times as slow
+        at = (masks != 0).nonzero()[0]  # as bools: ten times as fast
         return at, self._symbols.view(np.uint64)[at].view(np.uint8), masks[at].view(np.bool_).nonzero()[0]
 
 

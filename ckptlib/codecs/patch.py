@@ -75,7 +75,7 @@ class PatchCodec(SummaryCodec):
         assert rows is not None, "it has summaries"
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(raw, np.uint8))
         rows.table(out)[_hashed_otherwise(rows, summary, base_summary)] ^= 0xFF
-        for edge in rows.edges(out):  # in no summary
+        for edge in rows.edges(out):  # no summary covers them
             np.invert(edge, out=edge)
 
     @override

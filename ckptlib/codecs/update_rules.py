@@ -78,7 +78,7 @@ class Adam(UpdateRule):
     ) -> Floats:
         _, inverse, share_sq, rest_sq, correction, eps, keeps, rate = by
         if array == 1:
-            # m + (m' - m) / (1 - beta1), as torch's lerp has it the other way round
+            # m + (m' - m) / (1 - beta1), which inverts torch's lerp
             gradient = np.subtract(new[0], old[0], out=room[0])
             np.multiply(gradient, inverse, out=gradient)
             np.add(gradient, old[0], out=gradient)

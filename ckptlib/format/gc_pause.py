@@ -52,7 +52,7 @@ def _begin() -> None:
 def _end() -> None:
     global _pauses
     with _lock:
-        _pauses = max(_pauses - 1, 0)  # none is left in a forked child
+        _pauses = max(_pauses - 1, 0)  # a forked child has none left
         if not _pauses and _enabled:
             gc.enable()
 

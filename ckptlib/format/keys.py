@@ -208,7 +208,7 @@ class PartName:
         return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}{check}{uses}.json"
 
 
-@lru_cache(maxsize=64)  # one object for the names of all ranks
+@lru_cache(maxsize=64)  # so the names of all ranks share one object
 def _save_id(step: str, number: str, nonce: str) -> SaveId:
     return SaveId(int(step), GenerationId(int(number), nonce))
 

@@ -241,7 +241,7 @@ def decode_layout(data: bytes, where: str) -> Layout:
     if not all(isinstance(v, str) and v in known and k not in known for k, v in aliases.items()):
         raise fields.fail("an alias names no tensor, or shadows one")
     layout = Layout(world_size, tensors, aliases, fields.tree("objects"))  # type: ignore[arg-type]
-    vars(layout)["encoded"] = data  # with fields that this version does not know: the digest covers them, too
+    vars(layout)["encoded"] = data  # may have fields that this version does not know: the digest covers them, too
     return layout
 
 

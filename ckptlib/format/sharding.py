@@ -206,7 +206,7 @@ def _cuts(shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Se
             continue
         if placement.dim >= len(shape_global):
             raise ValueError(f"{placement} on mesh axis {axis}: no such dim in shape {tuple(shape_global)}")
-        if num == 1:  # cuts nothing, whatever the placement
+        if num == 1:  # an axis of one rank cuts nothing, whatever the placement
             continue
         before = cuts[placement.dim]
         cuts[placement.dim] = _Cut((*before.axes, axis), (*before.steps, (placement, num)))

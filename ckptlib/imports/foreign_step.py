@@ -132,7 +132,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return bytes_of(aligned(tensor).contiguous())
 
 
-@torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to
+@torch.inference_mode()  # otherwise a target made in inference mode, such as a whole model, could not be written to
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.dtype != target.dtype:
         target.copy_(source)

@@ -198,7 +198,7 @@ class LoadPlan:
     def _filler(self, leaf: Leaf, saved_name: str) -> str:
         """Returns the saved tensor that fills this memory: this one, unless another does already."""
         first, its_name = self._begins.setdefault(leaf.pieces[0][1].data_ptr(), (leaf, saved_name))
-        if first is leaf:  # nearly all: a place is made for few
+        if first is leaf:  # nearly all leaves: only a few need a place
             return saved_name
         self._places.setdefault(place(first.pieces), its_name)
         return self._places.setdefault(place(leaf.pieces), saved_name)

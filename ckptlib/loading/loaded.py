@@ -42,7 +42,7 @@ class Parts:
 
 
 def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
-    if isinstance(part, nn.Module):  # wrapped, since then; and not by buffers, which some modules make anew
+    if isinstance(part, nn.Module):  # may have been wrapped since; buffers do not count, as some modules make them anew
         return [param for param in part.parameters() if not is_lazy(param)]
     if isinstance(part, torch.optim.Optimizer) or not ask:  # parameters may have been filled without the optimizer
         return []

@@ -78,7 +78,7 @@ class GroupTargets:
             )
             return GroupTarget(True, now)
         told = {*saved, *options}
-        defaults: dict[str, object] = getattr(optimizer, "defaults", {})  # not of one that never ran __init__
+        defaults: dict[str, object] = getattr(optimizer, "defaults", {})  # one that never ran __init__ has none
         lacking, unknown = defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
         name = self._saved.classes.get(path)
         alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
@@ -130,7 +130,7 @@ class GroupTargets:
         """Returns the options of a saved group that hold tensors, by segment of their paths, each with the saved
         tensors that it is made of."""
         found = self._options.get(path)
-        if found is None:  # for all groups at once: there may be one for each parameter
+        if found is None:  # for all groups at once: each parameter may have one
             found = self._options[path] = {}
             begin = group_path(path, 0)[:-1]
             for name in self._saved.beginning_with(begin, ()):

@@ -104,7 +104,7 @@ class OptimizerTargets:
                 if saved_name not in groups:
                     full = f"{path}/{name}"
                     self._plan.miss(full, BY_POSITION.format(full=full, path=saved_path) if by_position else None)
-                    by_position = False  # said once
+                    by_position = False  # reported once
                     continue
                 taken.add(saved_name)
                 self._plan.use(f"{saved_path}/{saved_name}")
@@ -196,7 +196,7 @@ class OptimizerTargets:
         parameters."""
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
-        names = self._saved.beginning_with(prefix, layouts)  # there may be an optimizer for each parameter
+        names = self._saved.beginning_with(prefix, layouts)  # each parameter may have an optimizer
         nested = below_any(name for name in names if name in self._saved.objects and name != path)
         for name in names:
             if name == path or nested(name):

@@ -65,7 +65,7 @@ def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[A
 
 def bring_together(apart: Sequence[Apart], step: int) -> None:
     """Raises StateMismatch if the step has different values for targets in the same place."""
-    with torch.inference_mode():  # else a target that was made in it could not be written to
+    with torch.inference_mode():  # otherwise a target made in inference mode could not be written to
         for each in apart:
             for piece, found in _pairs(each):
                 _each_once(piece, piece).copy_(_each_once(found, piece))

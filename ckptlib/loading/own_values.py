@@ -36,7 +36,7 @@ def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded:
     if group.rank != 0:
         return
     names = _own_tensors(reader, loaded, generators) | differing
-    by = f"{saved} ranks" if saved > 1 else "one rank, or imported"  # what another library saved tells no number
+    by = f"{saved} ranks" if saved > 1 else "one rank, or imported"  # an imported step does not tell a number
     if names:
         new = f"ranks {saved} and up have rank 0's"
         over = f"what ranks {now} and up had is loaded nowhere" if saved > now else new

@@ -82,7 +82,7 @@ def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
     return json.dumps(described).encode()
 
 
-@torch.inference_mode()  # else a target that was made in it could not be written to
+@torch.inference_mode()  # otherwise a target made in inference mode could not be written to
 def spread(buckets: Iterable[Bucket], group: Group, by_links: bool) -> None:
     """Broadcasts each bucket from the rank that read it. Collective; after all ranks have read their share.
 

@@ -65,7 +65,7 @@ class TensorLanding(requests.Landing):
         return self._devices.device(_tensor_of(copy))
 
     @override
-    @torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to
+    @torch.inference_mode()  # otherwise a target made in inference mode, such as a whole model, could not be written to
     def place(self, read: ChunkRead, data: memoryview, start: int) -> None:
         move_out(read, data)
         for copy in read.copies:

@@ -81,7 +81,7 @@ def rebuild(plan: LoadPlan, tree: Json, path: str, now: object, make: Make, dept
         return lambda: tensor
     if tree == "value":
         plan.use(path)
-        value = plan.saved.value(path, depth)  # now, when it may still fail on all ranks together
+        value = plan.saved.value(path, depth)  # decoded now, while an error can still fail all ranks together
         return lambda: value
     match tree:
         case {"dict": list(pairs)}:

@@ -101,7 +101,7 @@ class Keep:
                 f"Keep(exempt={self.exempt!r}): expected a function of the step, such as "
                 "lambda step: step in (1000, 5000)"
             )
-        _ = self.rule  # raises
+        _ = self.rule  # raises for a wrong best= or mode=
 
     @property
     def rule(self) -> Best | None:
@@ -140,7 +140,7 @@ class Keep:
             return False
         try:
             return bool(self.exempt(step))
-        except Exception as error:  # anything the user's function may raise: no reason to lose the save, nor to drop it
+        except Exception as error:  # the user's function may raise anything: no reason to lose the save, nor to drop it
             log.error("Keep(exempt=...) failed for step %d, which is kept for good: %r", step, error)
             return True
 

@@ -157,7 +157,7 @@ class _Handler:
 
     def _restore(self) -> None:
         for number in TOLD_BY:
-            if signal.getsignal(number) == self.note:  # else it is another's by now
+            if signal.getsignal(number) == self.note:  # otherwise another handler was installed
                 signal.signal(number, signal.SIG_DFL)
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -246,7 +246,7 @@ class _Watch:
         with suppress(BrokenPipeError, BlockingIOError):  # no one is left to wake, or the pipe has enough for it
             os.write(self._writes, b"\0")
         os.close(self._writes)
-        if self._thread is None:  # else the thread closes what it reads
+        if self._thread is None:  # otherwise the thread closes the end that it reads
             os.close(self._reads)
 
     def forget(self) -> None:

@@ -249,7 +249,7 @@ class Tuner:
         if self._num_saves > 1 or not self._before:
             self._costs.add(SaveCost(cost_s, ours_s, rest_s), noise_s)
         self._decide(rest_s, each_step_s)
-        if self._num_saves == 1 and not self._before:  # it was not like others
+        if self._num_saves == 1 and not self._before:  # the first save was not like others
             self._costs.clear()
 
     def _window(self, num: int) -> list[Iteration]:

@@ -80,7 +80,7 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     under = _children([*given])
     hidden = {
         name for name in names if name in given or (name and under(name)) or _is_below(over, name)
-    }  # others' tensors
+    }  # of other ranks
     wanted = [name for name in names if _wanted(patterns, name) and name not in hidden]
     leaves: Leaves = opened.get_tensors(wanted)
     leaves.update((name, values[name]) for name in values if name in given)
@@ -96,7 +96,7 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     for name, leaf in leaves.items():
         if name not in done and not _is_below(done, name):
             _put(root, name, leaf)
-    done.update(name for name, leaf in leaves.items() if isinstance(leaf, dict))  # values are as they were
+    done.update(name for name, leaf in leaves.items() if isinstance(leaf, dict))  # values stay as they were
     return cast("dict[str, Any]", _with_lists(root, children, done, ""))
 
 

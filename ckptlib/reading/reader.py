@@ -250,7 +250,7 @@ class StepReader(ABC, Generic[T]):
         reads: Reads = {}
         before: frozenset[int] | None = None
         for want, of in zip(wants, ranks, strict=True):
-            if of != before:  # mostly, all that a rank wants lies in the parts of the same ranks
+            if of != before:  # mostly, everything that a rank wants lies in the parts of the same ranks
                 before, shares = of, self._shares_of(of)
             self._plan_want(want, shares, reads)
         for (_, chunk), read in reads.items():
@@ -269,7 +269,7 @@ class StepReader(ABC, Generic[T]):
             boxes, places = tuple(sources), [*sources.values()]
         for box, memory in want.pieces:
             to = self.target(memory)
-            if boxes == (box,) and to.numel:  # saved and wanted alike: most tensors by far
+            if boxes == (box,) and to.numel:  # saved and wanted alike, as most tensors are
                 _plan_shards(places, [Touching(0, Run(0, 0, to.numel))], box, to, reads)
                 continue
             cover = _cover(box, boxes)
@@ -323,7 +323,7 @@ def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
     found = list[Place]()
     columns, shards = None, None
     for share in shares:
-        if shards is None or share.columns is not columns:  # else it is cut as the one before it
+        if shards is None or share.columns is not columns:  # otherwise it is cut like the one before it
             columns, shards = share.columns, share.shards(name)
         for shard in shards:
             found.append(Place(share, shard))
@@ -336,7 +336,7 @@ def _plan_shards(places: Sequence[Place], touching: Iterable[Touching], wanted: 
     skipped, dtype, chunk = 0, "", 0
     for i, run in touching:
         share, at = places[i]
-        if at != shard or share.columns is not columns:  # else it is cut as the one before it
+        if at != shard or share.columns is not columns:  # otherwise it is cut like the one before it
             shard, columns = at, share.columns
             skipped, dtype, chunk = columns.skipped[at], columns.dtypes[at], share.first_chunks[at]
             whole, as_is = to.is_row_major and share.num_chunks[at] <= 1, to.takes_bytes(dtype)
