@@ -155,7 +155,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         for loader, epoch in self._ended:
-            if num_batches and loader is dataloader and loader.iteration == epoch + 1:  # else the loop has set its epoch
+            if num_batches and loader is dataloader and loader.iteration == epoch + 1:  # else it was told of an epoch
                 loader.iteration = epoch
         skipped, random = super().skip_first_batches(dataloader, num_batches), self._random
         if random is None:
