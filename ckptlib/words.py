@@ -35,7 +35,7 @@ def last(found: Sequence[object], most: int) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes with three digits: "3.24 MB"."""
+    """Formats bytes with three digits: "3.24 MB"."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
     unit = ""
@@ -47,7 +47,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in its largest unit: "3 min"."""
+    """Formats a time span in its largest unit: "3 min"."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms" if seconds >= 0 else "-" + duration(-seconds)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -72,7 +72,7 @@ def age(since: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Seconds since the epoch as a date, UTC."""
+    """Formats seconds since the epoch as a date, UTC."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):  # from a document: may be any number
@@ -86,7 +86,7 @@ def is_told(times: int) -> bool:
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 step", "2 steps"."""
+    """Formats a number with its noun: "1 step", "2 steps"."""
     return f"{number:,} {noun if number == 1 else noun + 's'}"
 
 

@@ -133,7 +133,7 @@ class StepFolders:
                 directory_lock.give_up(lock)
 
     def _settle(self, alone: bool) -> None:
-        """`alone`: no other process is seen to save here. Otherwise removes nothing and waits for nothing."""
+        """Settles drafts. Unless `alone`, another process may be saving here: then nothing is removed or waited for."""
         for path in self._directory.glob(f"{HEAD}*.part") if alone else ():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not (path / POINTER).exists():
                 shutil.rmtree(path)  # its process was killed while making or deleting it

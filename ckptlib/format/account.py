@@ -108,8 +108,8 @@ class Account:
 
 
 def ascending(marks: Iterable[Mark]) -> tuple[Mark, ...]:
-    """Returns the marks without any that lies below one before it. Earlier versions noted a last step before the save
-    that came behind it, and a save before the wait at the fence was counted."""
+    """Returns the marks without any that lies below one before it: a last step that earlier versions noted before a
+    save that came behind it, or a save noted before a wait at the fence was counted."""
     kept: list[Mark] = []
     for mark in marks:
         step, trained_s, stalled_s = kept[-1] if kept else mark

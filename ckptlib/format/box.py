@@ -48,7 +48,7 @@ class Box(NamedTuple):  # there may be hundreds of thousands: made in 0.6 and ha
         return Box(tuple(offset), tuple(shape))
 
     def within(self, outer: Box) -> bool:
-        """Whether every element lies in `outer`."""
+        """Returns whether every element lies in `outer`."""
         return all(
             b <= a and a + n <= b + m
             for a, n, b, m in zip(self.offset, self.shape, outer.offset, outer.shape, strict=True)

@@ -170,7 +170,7 @@ def least_pieces(shape_global: Sequence[int], mesh_shape: Sequence[int], placeme
 
 
 def _least_segments(size: int, steps: Sequence[tuple[Shard | StridedShard, int]]) -> int:
-    """If several axes cut, the pieces are plain chunks of chunks, none of which is larger than the first."""
+    """Counts the fewest pieces of one dim. Several axes cut chunks of chunks, none larger than the first."""
     if len(steps) == 1 and isinstance(placement := steps[0][0], StridedShard):
         each = -(-size // placement.split_factor)
         # the first rank holds a chunk of one element whole, and then all that it holds are neighbours

@@ -1,4 +1,4 @@
-"""Brings bytes from a read onto a device: through pinned buffers, two per thread, and a stream for each thread.
+"""Brings bytes from a read onto a device: through pinned buffers, two per thread, and a stream per thread and device.
 
 A thread reads into one buffer while the other is being copied; the device cuts, casts and places the bytes that have
 arrived. From ordinary memory on the training's stream, each copy would block its thread, at a fifth of the link's
@@ -34,7 +34,7 @@ class Landing:
     """The landing of one load. The thread that loads makes and closes it."""
 
     def __init__(self, targets: Iterable[torch.Tensor]) -> None:
-        """No stream may still have these tensors to read or to write."""
+        """Call it when no stream has these tensors to read or to write any more."""
         devices = set(map(accelerator.device_of, targets))
         self._devices = {device for device in devices if device is not None and accelerator.has_streams(device)}
         self._local = threading.local()

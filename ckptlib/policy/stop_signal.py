@@ -87,8 +87,7 @@ class StopSignal:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within, the process does not leave a main thread that stands still: it waits for the state at hand to be
-        saved, and that ends."""
+        """Lets the main thread stand still within: it waits for the state at hand to be saved, and that ends."""
         self._busy = True
         try:
             yield
@@ -287,8 +286,7 @@ def handler() -> Callable[[int, FrameType | None], None] | None:
 
 @contextmanager
 def waiting(ends: Callable[[], bool]) -> Iterator[None]:
-    """Within, the process does not leave a main thread that stands still as long as `ends` says that its wait for a
-    save ends."""
+    """Lets the main thread stand still within, as long as `ends` says that its wait for a save ends."""
     if not _on_main():  # the wait of another thread says nothing about the main one
         yield
         return

@@ -43,7 +43,7 @@ class Policy:
         return True
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` steps should be saved."""
+        """Returns whether the state after `step` steps should be saved."""
         raise NotImplementedError(f"{type(self).__name__} does not say when a save is due: override due(step)")
 
     def due_at(self, moment: Moment) -> bool:
