@@ -134,8 +134,8 @@ def begin_save(
     timeout: timedelta = CALL_TIMEOUT,
     tags: Mapping[str, str] | None = None,
 ) -> Pending:
-    """Does what `save_async` does before `staging.go()`: tensors that overlap are not copied yet. `tags`: of the run's
-    first save."""
+    """Does what `save_async` does before `staging.go()`: tensors that overlap are not copied yet. `tags`: tags of the
+    first save of a run."""
     state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
     rest = replace(keep, exempt=None) if isinstance(keep, Keep) else keep  # functions of two ranks never compare equal
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": rest}

@@ -39,8 +39,7 @@ from typing_extensions import override
 
 
 class CkptError(Exception):
-    """Base class of the errors at run time. Wrong arguments, and calls in a wrong order, raise ValueError or
-    TypeError."""
+    """Base class of errors at run time. Wrong arguments, and calls in a wrong order, raise ValueError or TypeError."""
 
 
 class StoreError(CkptError):

@@ -70,8 +70,7 @@ class Committed(Event):
     nbytes: int | None
     """Bytes of the whole step, all ranks together; None on ranks other than 0."""
     seconds: float | None
-    """Seconds from when the writer took up the snapshot, which is copied by then, to the commit; None on ranks other
-    than 0."""
+    """Seconds from the writer's start on the snapshot, copied by then, to the commit; None on ranks other than 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,7 @@ class Steps:
             stopwatch.end_step(step, failed)
 
     def _enter(self) -> None:
-        """Marks this thread as the one within, until `_called` is released. Raises ValueError if another one is
-        within."""
+        """Marks this thread as the one within, until `_called` is released. Raises ValueError if another one is."""
         if not self._called.acquire(blocking=False):
             raise ValueError(
                 f"{self._session.store.url}: two threads are in `after_step` or `save` of one Checkpointer at once. "
@@ -153,8 +152,7 @@ class Steps:
         self._fence.forget()
 
     def _has_room(self, word: Word) -> bool:
-        """Returns whether every rank has a slot. Collective right after a `save`, which the agreed word does not
-        include."""
+        """Returns whether every rank has a slot. Collective after a `save`, which the agreed word does not include."""
         snapshots = self._session.snapshots
         if not self._took_slot:
             return word.needs_held <= snapshots.held_by_all

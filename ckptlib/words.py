@@ -1,5 +1,4 @@
-"""Puts numbers, sizes, times and names in words for people, in messages, commands and reports. Pure, except for the
-clock."""
+"""Puts numbers, sizes, times and names in words for people: in messages, commands, reports. Pure, but for the clock."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def seconds(span: float) -> str:
-    """Formats like `duration`, but with a decimal, and never in days, so that parts of a run's time can be compared:
-    "3.2 s"."""
+    """Formats like `duration`, but with a decimal, and never in days, to compare parts of a run's time: "3.2 s"."""
     if span < 1:
         return duration(span)
     unit, length = next(((unit, length) for unit, length in (("h", 3600), ("min", 60)) if span >= 2 * length), ("s", 1))
@@ -80,8 +78,7 @@ def moment(seconds: float) -> str:
 
 
 def is_told(times: int) -> bool:
-    """Returns whether to report something that has happened this many times: the first time, the second, the fourth and
-    so on."""
+    """Returns whether to report something that happened this many times: at the first, second, fourth time, ..."""
     return times & (times - 1) == 0
 
 

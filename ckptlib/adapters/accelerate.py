@@ -93,8 +93,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         self._random: Mapping[str, Any] | None = None
         """The loaded random state, until batches are skipped."""
         self._ended: list[tuple[Any, int]] = []
-        """Data loaders whose loaded state is at the last batch of an epoch, and the epoch; until batches are
-        skipped."""
+        """Data loaders loaded at the last batch of an epoch, and that epoch; until batches are skipped."""
         self._resumed: Resumed | None = None
 
     @override
@@ -260,8 +259,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return Path(self.project_dir).expanduser().absolute() / "checkpoints"
 
     def _open(self, directory: Path) -> None:
-        """Finishes the saves that an earlier process, or another Accelerator of this one, left in a directory.
-        Collective."""
+        """Finishes saves that an earlier process, or another Accelerator here, left in a directory. Collective."""
         if self._whose.get(directory) is self._token:
             return
         self._wait([each for each in self._under_way if each.directory == directory], [directory])

@@ -24,8 +24,7 @@ def _is_under_way(loader: Any) -> bool:
 
 
 class Resumed:
-    """The rest of an epoch. Puts the random state back once, behind the batches that are skipped, or before the epoch
-    if none is.
+    """The rest of an epoch. Puts the random state back once, behind skipped batches, or before the epoch if none is.
 
     At its end it tells the whole loader that this epoch is over, which would otherwise shuffle the next one alike.
     """
@@ -49,8 +48,7 @@ class Resumed:
             self.whole.iteration = max(self._loader.iteration, began + 1)
 
     def gave_last_of(self, loader: Any) -> bool:
-        """Does what `gave_last` does, for the whole loader. A loop that left this epoch by `break` may go on with
-        it."""
+        """Does what `gave_last` does, for the whole loader. A loop left by `break` may go on with its epoch."""
         if loader is not self.whole or _is_under_way(loader) or not gave_last(self._loader):
             return False
         return bool(loader.iteration == self._loader.iteration)

@@ -19,8 +19,8 @@ class Place(NamedTuple):
 
 
 def place_of(checkpoint_id: str | os.PathLike[str] | None) -> Place:
-    """Parses `runs/7/step-12` as step 12 of the root `runs/7/step`, `runs/7/12` as step 12 of `runs/7`, `runs/last` as
-    a root.
+    """Parses `runs/7/step-12` as step 12 of the root `runs/7/step`, `runs/7/12` as that of `runs/7`, `runs/last` as a
+    root.
 
     A number counts if it stands alone, or behind step, global_step, iter, iteration, epoch, checkpoint or ckpt; `run7`
     is a name. Raises ValueError if there is no id.

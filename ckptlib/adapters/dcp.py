@@ -187,8 +187,7 @@ class SaveFuture(Future[int]):
 
     @override
     def result(self, timeout: float | None = None) -> int:
-        """Waits for the commit. Raises SaveFailed if the checkpoint never will exist, TimeoutError after `timeout`
-        seconds."""
+        """Waits for the commit. Raises SaveFailed if there will be none, TimeoutError after `timeout` seconds."""
         try:
             return self.pending.result(timeout)
         except WaitTimeout as error:
@@ -290,8 +289,7 @@ def _newest_committed(
     storage_options: Mapping[str, object] | None,
     keep: Keep | None,
 ) -> int:
-    """Returns the newest committed step, or -1. Collective; rank 0 asks the store. Raises StateError if the steps are a
-    run's."""
+    """Returns the newest committed step, or -1. Collective; rank 0 looks. Raises StateError for the steps of a run."""
     meet(process_group, url, "save", api.CALL_TIMEOUT)
 
     def newest() -> bytes:

@@ -61,8 +61,7 @@ class Overlapping:
             self._overlap[id(optimizer)] = fenced.may_overlap(optimizer)
 
     def owners(self, states: Mapping[str, object]) -> dict[int, Optimizer]:
-        """Returns the optimizer in whose parameters or state a tensor's memory is, by id of the tensor in the
-        states."""
+        """Returns the optimizer that owns each tensor's memory as parameter or state, by id of the tensor."""
         by_memory = {_memory(tensor): optimizer for optimizer in self._optimizers for tensor in _tensors_of(optimizer)}
         if not by_memory:
             return {}

@@ -82,8 +82,7 @@ class StorageReader(TorchStorageReader):
 
     @override
     def read_metadata(self, *_: Any, **others: Any) -> Metadata:
-        """Returns the step's content, each tensor as one chunk, since any part of it can be read. Reads a few
-        documents."""
+        """Returns the step's content, each tensor as one chunk, as any part can be read. Reads a few documents."""
         self.close()
         url, step = place_of(self.checkpoint_id)
         opened = self._opened = _open(url, "latest" if step is None else step, self._storage_options)

@@ -17,8 +17,7 @@ _locks: set[int] = set()
 
 
 def take(directory: Path) -> int | None:
-    """Returns a directory's descriptor, locked if the file system supports locks; None if another process has the
-    lock."""
+    """Returns a directory's descriptor, locked if the file system can; None if another process has the lock."""
     found = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     _locks.add(found)
     try:

@@ -87,8 +87,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
             self._let_go()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins anew if memory ran out, with `auto_find_batch_size`: with another scheduler, from the first step
-        on."""
+        """Called again if memory ran out, with `auto_find_batch_size`: with another scheduler, from the first step."""
         self._let_go()
         return super()._inner_training_loop(*args, **kwargs)
 
@@ -118,8 +117,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         self._run.save(trial)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Waits for saves before Trainer loads the best model; with `save_total_limit=1` it removes all other
-        directories."""
+        """Waits for saves: Trainer now loads the best model and, with `save_total_limit=1`, removes all others."""
         assert self._run is not None
         self._run.step_done()  # before other weights are loaded
         self._run.wait()

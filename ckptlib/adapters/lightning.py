@@ -189,8 +189,7 @@ class CkptlibCheckpointIO(CheckpointIO):
             self._removing[where] = _Removal(behind, done)
 
     def _remove_behind(self, where: str, published: list[Future[SaveId | None]]) -> None:
-        """Removes a file after other saves, on the thread that publishes them; those of other Trainers have own
-        deadlines."""
+        """Removes a file after other saves, on their publishing thread; other Trainers' have own deadlines."""
         wait(published)
         if any(saved.cancelled() or saved.exception() is not None for saved in published):
             log.warning("%s stays: a save failed that may have been to take its place", where)

@@ -235,8 +235,7 @@ class _Numbers(Mapping[str, float]):
 
 
 def _uneven(trainer: Trainer) -> list[ResumableSampler]:
-    """Returns the training's samplers whose epochs differ in their number of batches: the last batch is filled up from
-    the next epoch."""
+    """Returns the training's samplers whose epochs differ in number of batches: the last batch takes from the next."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     within = [each.loader if isinstance(each, ResumableLoader) else each for each in loaders]

@@ -80,8 +80,7 @@ class LightningState:
         vars(self._trainer._checkpoint_connector).pop(RESTORE, None)
 
     def place_data(self) -> None:
-        """Puts the data loaders back to where they were, and lets the loops begin the next epoch if that was the end of
-        one.
+        """Puts the data loaders back to where they were, and lets the loops begin the next epoch if one had ended.
 
         Lightning would load them before it tells their samplers the epoch, by which these shuffle.
         """
@@ -98,8 +97,7 @@ class LightningState:
 
 
 class _Rest:
-    """Lightning's own checkpoint without what the objects have: loops, callbacks, data module, precision, hooks'
-    entries."""
+    """Lightning's own checkpoint without the objects' entries: loops, callbacks, data module, precision, hooks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -132,8 +132,7 @@ class SavedOptimizers:
         return self._filled[id(value)]
 
     def _by_name(self, path: str) -> dict[str, object] | None:
-        """Returns flat entries: state.<parameter>.<key> and param_groups.<parameter>.<option>; None if there is no
-        optimizer."""
+        """Returns flat entries: state.<parameter>.<key>, param_groups.<parameter>.<option>; None without optimizer."""
         node: Any = self._tree
         numbered = False
         for segment in path.split("/"):

@@ -21,8 +21,7 @@ class PlainTree:
 
 
 def plain_of(node: Any) -> Any:
-    """Returns a copy in which kinds of dict that only the other library knows, such as Lightning's AttributeDict, are
-    dicts."""
+    """Returns a copy with dicts for kinds that only the other library knows, such as Lightning's AttributeDict."""
     if isinstance(node, dict):
         made = {key: plain_of(value) for key, value in node.items()}
         return type(node)(made) if type(node) in (OrderedDict, Counter) else made

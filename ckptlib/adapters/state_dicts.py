@@ -41,8 +41,7 @@ class _Value:
 
 
 def gives_state(value: object) -> TypeGuard[Stateful]:
-    """Returns whether its `state_dict()` is saved. Modules and optimizers are saved as they are: by names of
-    parameters."""
+    """Returns whether its `state_dict()` is saved. Modules and optimizers are saved themselves: by parameter names."""
     # tensors first: asking one for a protocol costs 8 us, and there are thousands
     return not isinstance(value, (torch.Tensor, nn.Module, Optimizer)) and isinstance(value, Stateful)
 

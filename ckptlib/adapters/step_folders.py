@@ -151,8 +151,7 @@ class StepFolders:
                     shutil.rmtree(draft)
 
     def _finish(self, catalog: Catalog) -> None:
-        """Waits for the writers that an earlier process left on this host, and commits the saves that they left
-        whole."""
+        """Waits for the writers that an earlier process left on this host, and commits the saves they left whole."""
         try:
             root = catalog.root()
         except CheckpointNotFound:
@@ -194,8 +193,7 @@ class StepFolders:
         self._publishing.append(self._thread.submit(self._publish, name, save))
 
     def publish_when_committed(self, name: str, save: SaveId, known: threading.Event) -> None:
-        """Does what `publish` does, for callers that hear of no commit: the thread asks the store until the step is
-        there.
+        """Publishes as `publish` does, for callers that hear of no commit: the thread asks until the step is there.
 
         `known`: set once the caller knows the outcome. If the step is not there then, it never will be, or somebody has
         removed it: the thread discards the draft.
@@ -292,8 +290,7 @@ class StepFolders:
         return folder
 
     def _remove(self, folder: Path) -> None:
-        """Removes a folder and its step. It is a draft until that is dropped, so a kill leaves nothing that the next
-        start misses."""
+        """Removes a folder and its step. It is a draft until that is dropped: a kill leaves nothing unnoticed."""
         save = self._named.pop(folder, None)
         if save is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -148,8 +148,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return True
 
     def _read_hf(self) -> bool:
-        """Fills the model from Hugging Face's files if asked, for a run without a step of its own. Returns whether it
-        did."""
+        """Fills the model from Hugging Face's files, if asked, for a run without own step. Returns whether it did."""
         config = self._config
         if not config.initial_load_in_hf:
             return False
@@ -216,8 +215,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         return {"init_from": Init(path), "init_only": MODEL if self._config.initial_load_model_only else None}
 
     def _export(self) -> Export | None:
-        """Returns the export of the last step's model; the step itself is saved whole, so that the run can be
-        extended."""
+        """Returns the export of the last step's model; the step itself is saved whole, to extend the run."""
         config = self._config
         if not config.last_save_model_only or config.last_save_in_hf or filesystem.is_remote(self.folder):
             return None

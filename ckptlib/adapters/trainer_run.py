@@ -96,8 +96,7 @@ class TrainerRun:
     # Loading
 
     def resume(self, root: str, save: SaveId) -> bool:
-        """Fills the state from a step. Returns whether this run's own Checkpointer did; if not, the root is another
-        one.
+        """Fills the state from a step. Returns whether the own Checkpointer did; if not, the root is another one.
 
         Collective. Raises StateMismatch, CorruptData and so on as `Checkpointer.restore` does.
         """
@@ -177,8 +176,7 @@ class TrainerRun:
         return bool(by_rank_0(self._group, f"looking for {folder}", look))
 
     def _is_due(self, step: int) -> bool:
-        """Returns whether Trainer will ask for a save, as far as can be told: such a save is copied beside the
-        training."""
+        """Returns whether Trainer will ask for a save, as far as known: such a save is copied beside the training."""
         args, state = self._trainer.args, self._trainer.state
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps":
             return False
@@ -282,8 +280,7 @@ class TrainerRun:
 
 
 def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
-    """Returns the checkpoints, newest first, after finishing those that an earlier process left. Call it in one
-    process.
+    """Returns the checkpoints, newest first, after finishing those left by an earlier process. Call it in one process.
 
     Omits checkpoints whose step was abandoned; raises CheckpointNotFound if all were. Omits those whose
     trainer_state.json is damaged, unless all are: they are checkpoints all the same, and nobody may begin anew in their
@@ -380,8 +377,8 @@ def _numbered(directory: Path) -> list[Path]:
 
 
 def _by_age(folders: list[Path]) -> list[Path]:
-    """Returns the oldest first; by their numbers if the file system has no times, or a copy has given all the same one,
-    as Trainer does."""
+    """Returns the oldest first; by their numbers, as Trainer does, if the file system has no times, or a copy has given
+    all the same one."""
     times = {folder: folder.stat().st_mtime for folder in folders}
     if times and max(times.values()) - min(times.values()) < SAME_TIME_S:
         return sorted(folders, key=_number)

@@ -108,7 +108,6 @@ def floats_of(words: Words, room: Floats) -> Floats:
 
 
 def flushes_denormals() -> bool:
-    """Returns whether this thread takes denormals for zeros, as torch.set_flush_denormal(True) sets it for numpy,
-    too."""
+    """Returns whether this thread takes denormals for zeros: torch.set_flush_denormal(True) affects numpy, too."""
     tiny = np.full(8, 1e-40, np.float32)
     return not bool((tiny * np.float32(1)).any())

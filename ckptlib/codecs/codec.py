@@ -69,8 +69,7 @@ class SummaryCodec(BaseCodec):
 
     @abstractmethod
     def summarize(self, chunk: memoryview, content: Content) -> bytes | None:
-        """Returns what `encode_by_summaries` needs to know of a chunk, or None if this codec cannot help such
-        content."""
+        """Returns what `encode_by_summaries` needs of a chunk, or None if this codec cannot help such content."""
 
     @abstractmethod
     def encode_by_summaries(
@@ -85,8 +84,7 @@ class SummaryCodec(BaseCodec):
     def stand_in(
         self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content, out: memoryview
     ) -> None:
-        """Fills `out` with bytes that a frame of `encode_by_summaries` can be proved against if the base's bytes are
-        gone.
+        """Fills `out` with bytes that prove a frame of `encode_by_summaries` if the bytes of the base are gone.
 
         They equal `raw`, except in every place where the base differs by its summary, or may differ without its summary
         telling: no byte of `raw` stands there. If a frame makes `raw` of these bytes, it makes `raw` of the base, too,

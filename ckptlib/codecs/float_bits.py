@@ -144,8 +144,7 @@ def _narrow(items: Words, bits: int, out: Words) -> None:
 
 
 def _lanes(kind: Kind, low: Bytes) -> list[Words]:
-    """Returns the low plane of n elements as lanes: n times the lowest 16 bits; for 8 bytes n times 32, then n times
-    16."""
+    """Returns the low plane of n elements as lanes: n times the lowest 16 bits; of 8 bytes, n times 32, then 16."""
     if kind.itemsize == 8:
         cut = len(low) // 6 * 4
         return [low[:cut].view("<u4"), low[cut:].view("<u2")]

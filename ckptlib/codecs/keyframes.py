@@ -26,13 +26,11 @@ class Cycle:
     """Number of saves: the keyframe's, and all since."""
 
     def ends_before(self, patch_nbytes: int | None) -> bool:
-        """Returns whether the next save should store the chunk whole instead of as this patch. None: there is no
-        patch."""
+        """Returns whether the next save should store the chunk whole, not as this patch. None: there is no patch."""
         return patch_nbytes is None or patch_nbytes * self.num_saves > self.stored_nbytes
 
     def then(self, patch_nbytes: int) -> Cycle:
-        """Returns the cycle after a save that stored a patch; 0 bytes if it took the chunk over from the save
-        before."""
+        """Returns the cycle after a save that stored a patch; 0 bytes if it took over the chunk from before."""
         return Cycle(self.stored_nbytes + patch_nbytes, self.num_saves + 1)
 
 

@@ -105,8 +105,7 @@ class Leveller:
         return grid
 
     def _fill_margins(self, first: int, count: int, row: int) -> None:
-        """Fills the rest of the first and the last row with means, so that it does not move the means of the
-        exponents."""
+        """Fills the rest of the first and the last row with means, which do not move those of the exponents."""
         end = first + count
         if first:
             self._block[:first] = self._block[first : min(row, end)].mean()

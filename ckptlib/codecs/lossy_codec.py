@@ -63,8 +63,7 @@ class LossyCodec(Codec):
         """Fills `values` with the numbers of the codes. Raises FormatError for a code that `to_codes` never gives."""
 
     def cannot(self, values: Floats, largest: Bits) -> Rows:
-        """Returns which rows the codec has no codes for. `largest`: the bits of the largest absolute value of each
-        row."""
+        """Returns which rows it has no codes for. `largest`: bits of the largest absolute value of each row."""
         return np.zeros(len(largest), np.bool_)
 
     def bound(self, frame: memoryview) -> Bound:

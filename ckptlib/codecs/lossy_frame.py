@@ -92,8 +92,7 @@ def build(shape: Shape, bound: Bound, scales: Floats, codes: Codes, is_raw: Rows
 
 
 def bound_of(frame: memoryview, declared: float) -> Bound:
-    """Returns the largest errors in a frame. Raises FormatError for a frame that claims more than its codec
-    declares."""
+    """Returns the largest errors in a frame. Raises FormatError if it claims more than its codec declares."""
     if frame.nbytes < _ERRORS:
         raise FormatError(f"a lossy frame of {frame.nbytes} bytes is torn; expected {_ERRORS} bytes or more")
     absolute, relative = np.frombuffer(frame[:_ERRORS], "<f8").tolist()
@@ -103,8 +102,7 @@ def bound_of(frame: memoryview, declared: float) -> Bound:
 
 
 def parse(frame: memoryview, shape: Shape) -> tuple[Views, Rows]:
-    """Returns a frame's fields, and which blocks are raw. Raises FormatError if they contradict each other or
-    `shape`."""
+    """Returns a frame's fields, and the raw blocks. Raises FormatError if they contradict each other or `shape`."""
     expected = shape.num_bytes()
     if frame.nbytes < expected:
         raise FormatError(f"a lossy frame has {frame.nbytes} bytes for {shape.num_values} numbers; expected {expected}")

@@ -53,8 +53,7 @@ _HEAD = struct.Struct("<BBBB")
 _COUNT = struct.Struct("<I")
 
 _NOISE_BITS = 6.6
-"""Entropy in bits per byte. Planes with more are kept as they are: zstd takes 2 ns per byte, links of 0.1 GB/s take
-10."""
+"""Bits per byte. Planes with more are kept as they are: zstd takes 2 ns per byte, links of 0.1 GB/s take 10."""
 
 
 class OptimizerStep:
@@ -206,8 +205,7 @@ class _Planes:
 
 
 def _read_head(reader: FrameReader, out: Sequence[Words]) -> tuple[UpdateRule, Scalars]:
-    """Reads the head of a frame. Raises FormatError if it is for other arrays, or from a machine with other
-    denormals."""
+    """Reads the head of a frame. Raises FormatError if it is for other arrays, or treats denormals otherwise."""
     version, number, flushes, num_arrays = _HEAD.unpack(reader.take(_HEAD.size, "its head"))
     rule = RULES.get(number)
     if version != _VERSION or rule is None:

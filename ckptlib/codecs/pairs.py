@@ -76,8 +76,7 @@ class Pairer:
         return True
 
     def _strays(self, num_symbols: int) -> tuple[NDArray[np.intp], Bytes, NDArray[np.intp]]:
-        """Returns which groups of eight symbols have a stray, copies of those groups, and where the strays are in the
-        copies.
+        """Returns which groups of eight symbols have a stray, copies of them, and the strays' positions in these.
 
         Strays are few, so that eight symbols without one are skipped at once.
         """

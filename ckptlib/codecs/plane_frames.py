@@ -38,8 +38,7 @@ def coded(plane: Bytes) -> Parts:
 
 
 def paired(plane: Bytes, pairer: Pairer) -> Parts:
-    """Returns the plane coded by how often each pair of symbols occurs if there are few symbols; else what `coded`
-    returns."""
+    """Returns the plane coded by how often each pair of symbols occurs; of many symbols, what `coded` returns."""
     pairs = pairer.pack(plane)
     if pairs is None:
         return coded(plane)

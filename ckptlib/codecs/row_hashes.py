@@ -54,8 +54,7 @@ def hash_rows(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def _hash_block(words: NDArray[np.uint64], high: NDArray[np.uint64], hashes: NDArray[np.uint32]) -> None:
-    """Hashes two characters per word, low and high: low * a + high * b == word * a + high * (b - 2**32 * a) mod
-    2**64."""
+    """Hashes two characters per word, low, high: low * a + high * b == word * a + high * (b - 2**32 * a) mod 2**64."""
     np.right_shift(words, 32, out=high)
     offsets, of_words, of_high = _keys(words.shape[1])
     for lane in range(NUM_LANES):
@@ -68,8 +67,7 @@ def _hash_block(words: NDArray[np.uint64], high: NDArray[np.uint64], hashes: NDA
 
 @lru_cache(maxsize=16)
 def _keys(words: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Returns m[0] of each lane, and for each lane and word a and b - 2**32 * a. Shorter rows use the first of these
-    keys."""
+    """Returns m[0] of each lane, and for each lane and word a and b - 2**32 * a. Shorter rows use the first keys."""
     stream = hashlib.shake_128(b"ckptlib row hashes").digest(8 * NUM_LANES * (1 + 2 * words))
     keys = np.frombuffer(stream, "<u8").astype(np.uint64)
     low, high = keys[NUM_LANES:].reshape(words, 2, NUM_LANES).transpose(1, 2, 0)

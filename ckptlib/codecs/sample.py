@@ -99,8 +99,7 @@ def _model(exponents: Bytes, row: int, block: int, bits: float) -> tuple[Model, 
 
 
 def _entropy(plane: Bytes) -> float:
-    """Returns the bits per byte of a source that gave this sample, corrected for its size as by Miller and Madow; 8 for
-    an empty one."""
+    """Returns the bits per byte of a sample's source, corrected for its size by Miller and Madow; 8 if it is empty."""
     if not len(plane):
         return 8.0
     counts = np.bincount(plane, minlength=256)

@@ -1,5 +1,4 @@
-"""Packs even bytes into seven eighths of their space: noise but for the lowest bit, as mantissas of positive numbers
-are.
+"""Packs even bytes into seven eighths of their space: noise but for the lowest bit, as in positive numbers' mantissas.
 
 A Huffman code achieves this, too, at a tenth of the speed. The plane is cut into eight parts; bit i + 1 of the last one
 replaces the lowest bit of part i, of the other seven. Pure numpy; knows no frame.

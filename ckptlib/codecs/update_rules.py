@@ -32,8 +32,7 @@ class UpdateRule(ABC):
     def predict(
         self, array: int, old: Sequence[Floats], new: Sequence[Floats], by: Scalars, room: list[Floats]
     ) -> Floats:
-        """Returns array number `array` of the new state, in `room`, of which it takes up to three. `new`: the arrays
-        before it."""
+        """Returns the new array number `array`, in `room`, of which it takes up to three. `new`: those before it."""
         if array == 0:
             return np.multiply(old[0], by[0], out=room[0])
         return self.follow(array, old, new, by, room)
@@ -61,8 +60,7 @@ class Adam(UpdateRule):
 
     @staticmethod
     def scalars(*, lr: float, betas: tuple[float, float], eps: float, decay: float, step: float) -> Scalars:
-        """Returns the factors. `decay`: of the weights by themselves; 0 if it is part of the gradient. `step`: the new
-        one, >= 1."""
+        """Returns the factors. `decay`: of the weights themselves; 0 if in the gradient. `step`: the new one, >= 1."""
         beta1, beta2 = betas
         found = (
             *(beta1, 1 / (1 - beta1)),

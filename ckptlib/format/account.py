@@ -209,8 +209,7 @@ def measured_in(value: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def fullest(accounts: Iterable[Account]) -> Account:
-    """Returns the fullest of several accounts of one start: one that tells its end, else the one with the most
-    seconds."""
+    """Returns the fullest account of one start: one that tells its end, else the one with the most seconds."""
     return max(accounts, key=lambda account: (account.end is not None, account.seconds))
 
 

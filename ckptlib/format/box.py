@@ -143,8 +143,7 @@ def _in_row(row: int, inner: tuple[int, ...], first: int, last: int, base: int) 
 
 
 CELLS_PER_BOX = 16
-"""A grid is examined cell by cell if it has at most this many cells per box that cuts it; a larger one is halved
-first."""
+"""A grid of at most this many cells per box that cuts it is examined cell by cell; a larger one is halved first."""
 
 MAX_CUT_DIMS = 6
 """The most dims that boxes may cut in a grid that is examined cell by cell: a box has 2 ** dims corners."""
@@ -160,8 +159,7 @@ _NODE_WORK = 64
 
 
 class Effort:
-    """The work that searches may still do. Searches of one document share it, for it may have hundreds of hard
-    tensors."""
+    """The work that searches may still do. Those of one document share it, for it may have hundreds of hard tensors."""
 
     def __init__(self) -> None:
         self.left = MAX_WORK

@@ -85,8 +85,7 @@ def add_up(low: int, high: int) -> bool:
 
 
 def alike(checks: Iterable[Check | None]) -> bool:
-    """Returns whether the checks, one per rank, tell that the ranks agree. A check is None if its rank has said
-    nothing.
+    """Returns whether the checks, one per rank, tell that the ranks agree. None: of a rank that has said nothing.
 
     Parts that older versions of ckptlib wrote have no checks at all, which counts as agreement. If only some ranks have
     one, they do not agree.

@@ -34,8 +34,7 @@ def digester(algorithm: str) -> Callable[[Buffer], str]:
 
 
 def digester_of_pieces(algorithm: str) -> Callable[[Iterable[Buffer]], str]:
-    """Returns a function like `digester`'s for bytes in pieces. It digests each piece before it asks for the next
-    one."""
+    """Returns a function like `digester`'s for bytes in pieces. It digests each piece before it asks for the next."""
     if algorithm == XXH3:
         return _xxh3_of_pieces
     if algorithm == BLAKE3:

@@ -68,8 +68,7 @@ def encode(kind: str, body: Mapping[str, Json]) -> bytes:
 
 
 def as_written(data: bytes, where: str) -> bytes:
-    """Returns the document. If only its version was altered, returns it as it was before, and logs a warning that names
-    it."""
+    """Returns the document. If only its version was altered, restores that, and logs a warning that names it."""
     before = _before_alteration(data)
     if before is None:
         return data

@@ -105,8 +105,7 @@ class GenerationId:
         return f"{BEGUN}{self}.json"
 
     def account_key(self, nonce: str) -> str:
-        """Returns a key next to the generation's record. `nonce` must be new for each account, so that no key is put
-        twice."""
+        """Returns a key next to the generation's record. `nonce`: new for each, so that no key is put twice."""
         return f"{GENERATIONS}{self}-{nonce}.account"
 
     @override
@@ -268,8 +267,7 @@ def parse_part_key(key: str) -> PartName | None:
 
 
 def part_rank(key: str) -> int | None:
-    """Returns the rank whose share the part of this key holds; None if that rank failed or this is not the key of a
-    part."""
+    """Returns the rank whose share the part of this key holds; None if it failed or this is not the key of a part."""
     match = _PART_KEY.fullmatch(key)
     return None if match is None or match[6] is None else int(match[4])
 
@@ -326,8 +324,7 @@ def is_layout_key(key: str) -> bool:
 
 
 def is_known(key: str) -> bool:
-    """Returns whether the format has such a name. Objects with other names belong to somebody else, wherever they
-    lie."""
+    """Returns whether the format has such a name. Others, wherever they lie, are somebody else's."""
     name = key.removeprefix(COPIES)
     kinds = _KEYS if name == key else _COPIED_KEYS
     return name == ROOT or any(kind.fullmatch(name) for kind in kinds)

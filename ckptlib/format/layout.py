@@ -323,8 +323,7 @@ def _decode_shapes(values: list[Json], fields: Fields) -> list[tuple[int, ...]]:
 
 
 def check_spread(items: list[H], fields: Fields) -> list[H]:
-    """Returns the items. Raises FormatError if many different ones have the same hash, which makes every dict of them
-    slow."""
+    """Returns the items. Raises FormatError if many different ones share a hash, which makes every dict slow."""
     seen = dict(zip(map(hash, items), items, strict=True))
     if sum(map(operator.ne, map(seen.__getitem__, map(hash, items)), items)) > MAX_ALIKE:
         raise fields.fail(f"more than {MAX_ALIKE} different shapes have one hash: they were made to")

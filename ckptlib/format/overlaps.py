@@ -23,8 +23,7 @@ MAX_CANDIDATES = 1 << 26
 """The most pairs of boxes of one tensor that are compared: a quarter of a second."""
 
 MAX_PIECES = 64
-"""The most pieces that a rank writes of one box. A box that would need more is written whole, and its overlaps
-twice."""
+"""The most pieces that a rank writes of one box. One that needs more is written whole, and its overlaps twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +117,7 @@ def overlapping(boxes: Sequence[Box]) -> list[Meeting]:
 
 
 def _meetings(starts: np.ndarray, stops: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Returns how many pairs of intervals meet, their order by start, and for each in that order the last + 1 that it
-    meets."""
+    """Returns how many pairs of intervals meet, their order by start, and in that order each last + 1 that it meets."""
     order = np.argsort(starts, kind="stable")
     last = np.searchsorted(starts[order], stops[order], side="left")
     last = np.maximum(last, np.arange(1, len(order) + 1))  # an empty interval meets none

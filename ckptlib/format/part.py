@@ -227,14 +227,12 @@ def _decode_account(fields: Fields) -> dict[str, Json]:
 
 
 def _uses(name: PartName, fields: Fields) -> tuple[PackSet, ...]:
-    """Returns the sets of packs that the part names; none if its name is of version 1, which promises that there are
-    none."""
+    """Returns the sets of packs that the part names; none for a name of version 1, which promises none."""
     return () if name.uses is None else tuple(map(parse_pack_set, fields.texts("uses")))
 
 
 def checked(name: PartName, data: bytes) -> bytes:
-    """Returns the document as it was written. Raises CorruptData, naming the part, if the digest in its name is
-    another."""
+    """Returns the document as written. Raises CorruptData, naming the part, if the digest in its name differs."""
     found = digester(XXH3)(data)
     if found != name.digest:
         data = as_written(data, name.key)

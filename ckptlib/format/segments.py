@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 Segments: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open (start, stop) ranges of indices of a dim that a coordinate holds, none empty, in the local tensor's
-order."""
+"""Half-open (start, stop) ranges of a dim's indices that a coordinate holds, none empty, in local order."""
 
 
 def length_of(segments: Segments) -> int:
@@ -42,8 +41,7 @@ def with_local_start(segments: Segments) -> list[tuple[int, int, int]]:
 
 
 def chunk_at(length: int, num: int, index: int) -> tuple[int, int]:
-    """Returns the first and last + 1 element of chunk `index` of `num`, as torch.chunk cuts, with empty ones at the
-    end."""
+    """Returns first and last + 1 element of chunk `index` of `num`, as torch.chunk cuts, with empty ones at the end."""
     each = -(-length // num)
     return min(index * each, length), min((index + 1) * each, length)
 

@@ -117,8 +117,7 @@ def pieces(
 
     Most placements give one piece, strided shards that leave gaps several, and empty local tensors none.
 
-    Raises ValueError if the arguments are no layout, UnsupportedState for strided shards whose meaning torch leaves
-    open.
+    Raises ValueError if this is no layout, UnsupportedState for strided shards whose meaning torch leaves open.
     """
     held = _held(shape_global, mesh_shape, placements, coordinate)
     return tuple(_piece(parts) for parts in itertools.product(*map(with_local_start, held)))
@@ -234,8 +233,7 @@ def _piece(parts: tuple[tuple[int, int, int], ...]) -> Piece:
 
 
 def _touched(size: int, cut: _Cut, start: int, stop: int) -> list[tuple[int, ...]]:
-    """Returns the indexes, on the mesh axes of `cut`, of the holders of elements of [start, stop), which is not
-    empty."""
+    """Returns the indexes of holders of [start, stop), which is not empty, on the mesh axes of `cut`."""
     if len(cut.steps) == 1 and isinstance(placement := cut.steps[0][0], StridedShard):
         return [(i,) for i in _touched_strided(size, placement.split_factor, cut.steps[0][1], start, stop)]
     order = _order(cut.steps)

@@ -29,8 +29,7 @@ Codes: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def distinct(codes: Codes, bound: int) -> tuple[Codes, Codes, Codes]:
-    """Returns the distinct codes, ascending; the position of an example of each; and the position of every code among
-    them.
+    """Returns the distinct codes, ascending; the position of one example of each; and each code's position among them.
 
     All codes are below `bound`. If it is small they need not be sorted.
     """
@@ -122,8 +121,7 @@ class Table:
         return table
 
     def with_boxes(self, boxes: tuple[Box, ...], codes: Codes) -> Table:
-        """Returns a table of the same shards, of the same shapes, elsewhere in their tensors. `codes`: see
-        `box_codes`."""
+        """Returns a table of the same shards and shapes, elsewhere in their tensors. `codes`: see `box_codes`."""
         table = replace(self, boxes=boxes)
         table.__dict__["box_codes"] = codes
         for name in ("tensor_codes", "first_chunks", "_fitting", "_columns"):  # independent of where boxes begin
@@ -144,7 +142,7 @@ class Table:
     @cached_property
     def _fitting(self) -> set[str]:
         """Digests of the layouts that shapes and chunks are known to fit. Tables that differ only in where boxes begin
-        share it."""
+        share the set."""
         return set()
 
     @cached_property
@@ -153,8 +151,7 @@ class Table:
         return {}
 
     def columns(self, layout: Layout) -> ShardColumns:
-        """Returns the columns of a table that fits the layout: one object for all tables that cut shards of these
-        shapes alike."""
+        """Returns the columns of a table that fits the layout: one object for all tables that cut alike."""
         found = self._columns.get(layout.digest)
         if found is None:
             alone = zip(range(len(self.tensors)), strict=True)
@@ -264,8 +261,7 @@ class Table:
         return table
 
     def check_packs(self, sizes: Sequence[int], where: str, stored: Sequence[int] | None = None) -> None:
-        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack has room for all of its
-        chunks.
+        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack has room for all of its own.
 
         `stored`: bytes of each chunk in its pack, if they differ from `nbytes`.
         """
@@ -300,8 +296,7 @@ class Table:
         self._fitting.add(layout.digest)
 
     def _check_sizes(self, layout: Layout, where: str) -> None:
-        """Checks that shards and chunks end together wherever both end; as both follow one another, the sizes then
-        fit."""
+        """Checks that shards and chunks, which both follow one another, end together wherever both end."""
         ends, chunk_ends = [0, *itertools.accumulate(self.sizes(layout))], [0, *itertools.accumulate(self.nbytes)]
         first = 0
         for last, stop in enumerate(itertools.accumulate(self.num_chunks), 1):

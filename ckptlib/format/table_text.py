@@ -1,5 +1,4 @@
-"""Decodes tables from the text that ckptlib writes. Tables of a thousand ranks mostly differ in one column, the boxes'
-offsets.
+"""Decodes tables from ckptlib's own text. Tables of a thousand ranks mostly differ in one column, the boxes' offsets.
 
 The other columns are decoded once for all tables with the same text, and each different row of the offsets once. This
 module accepts what `Table.decode_cuts` accepts of the same text, and returns the same table. For a text that is not
@@ -31,8 +30,7 @@ _OFFSET, _SHAPE = b'"offset":', b',"shape":'
 
 
 def decode_cuts(text: bytes) -> Table | None:
-    """Returns the table in this text, whose chunks must still be `placed`. None: the text must be decoded as any
-    JSON."""
+    """Returns the table in this text, with chunks that must be `placed`. None: decode the text as any JSON."""
     begin, end = text.find(_OFFSET) + len(_OFFSET), text.rfind(_SHAPE)
     if not len(_OFFSET) <= begin < end or begin + len(text) - end > MAX_BYTES:
         return None

@@ -40,8 +40,7 @@ from ckptlib.format import tagged_values
 from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, NEST, Where, are_spread, is_unicode, text_of
 
 MAX_BYTES = 2**29
-"""The most bytes of a bytes object or an array. Documents have at most twice as many, and base64 makes four of
-three."""
+"""The most bytes of a bytes object or an array: half of a document's, as base64 makes four of three."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 

@@ -172,8 +172,7 @@ class _Needs:
 
     @property
     def names(self) -> Iterator[str]:
-        """The source's names of everything to be filled. Computed only when needed, as `rename` may be the user's
-        function."""
+        """The source's names of everything to be filled. Computed only if needed: `rename` may be the user's."""
         return map(self._named, self._names)
 
     def tie(self, foreign: Foreign) -> None:

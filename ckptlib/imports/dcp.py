@@ -45,8 +45,7 @@ class DcpDirectory:
         self._fields = self._of(read_pickle(metadata.bytes(0, metadata.nbytes, "the metadata"), self._what), "Metadata")
 
     def flat(self) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Returns its tensors by their names in the directory, and the names of all other entries, which it does not
-        read."""
+        """Returns its tensors by their names in the directory, and the names of all else, which it does not read."""
         places = self._places()
         kinds = {str(name): kind for name, kind in self._dict("state_dict_metadata").items()}
         values = [name for name, kind in kinds.items() if _is_value(kind)]
@@ -179,8 +178,7 @@ def _unflattened(node: Any) -> Any:
 
 
 def _lists(node: Any, key: Any) -> Any:
-    """Turns dicts into lists again where paths have indices; parameters in an optimizer's state may have numbers,
-    too."""
+    """Turns dicts into lists where paths have indices; parameters in an optimizer's state may have numbers, too."""
     if type(node) is not dict:
         return node
     made = {inner: _lists(value, inner) for inner, value in node.items()}

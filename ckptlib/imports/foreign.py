@@ -66,8 +66,7 @@ class Foreign:
 
     @property
     def flat(self) -> Flat:
-        """Everything as the save takes it. Raises UnsupportedState for objects that mean nothing without their
-        class."""
+        """Everything, for the save. Raises UnsupportedState for objects that mean nothing without their class."""
         if self._strange:
             tops = sorted({name.split("/")[0] for name in self._strange})
             skips = " ".join(f"--skip '{name}'" for name in tops[:MAX_SHOWN])
@@ -79,8 +78,7 @@ class Foreign:
     def leave_out_strange(self, asked: Iterable[str]) -> None:
         """Leaves out objects that mean nothing without their class, and the values that they are part of; notes it.
 
-        `asked` are the names that a load fills. Raises UnsupportedState if such a value is at, above or below one of
-        them.
+        `asked`: the names that a load fills. Raises UnsupportedState if such a value is at, above or below one.
         """
         if not self._strange:
             return
@@ -351,8 +349,7 @@ def is_module(node: object) -> bool:
 
 
 def _unsupported(strange: Mapping[str, str], leave_out: str) -> UnsupportedState:
-    """Returns the error for objects, whose classes `strange` gives by name. `leave_out`: how the caller leaves them
-    out."""
+    """Returns the error for objects; `strange` names their classes. `leave_out`: how the caller leaves them out."""
     return UnsupportedState(
         f"{_shown(strange)}: objects of classes that only unpickling could make, which would run code; nothing was "
         f"unpickled. Leave them out ({leave_out}), or, if you trust the file, load it yourself with "

@@ -73,8 +73,7 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def document_of(index: Path) -> dict[str, Any]:
-    """Returns the whole content of an index. Raises FormatError if it is no regular file: a link to a device never
-    ends."""
+    """Returns the content of an index. Raises FormatError if it is no regular file: a link to a device never ends."""
     mapped = Mapped(index)
     nbytes = mapped.nbytes if mapped.nbytes <= MAX_BYTES else 0
     return json_of(mapped.bytes(0, nbytes, "the index"), str(index))

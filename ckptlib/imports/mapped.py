@@ -37,8 +37,7 @@ class Mapped:
         return b"" if self._map is None else self._map[offset : offset + nbytes]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Returns a 1-d tensor of the file's own bytes, which may begin anywhere: before computing with it, pass it to
-        `aligned`.
+        """Returns a 1-d tensor of the file's own bytes. They may begin anywhere: `aligned` gives one to compute with.
 
         Raises FormatError for a range that is not within the file.
         """
@@ -57,8 +56,7 @@ class Mapped:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same elements aligned for torch to compute with: in files, such as those of DCP, they begin at any
-    byte.
+    """Returns the same elements aligned for torch to compute with: in files, such as DCP's, they begin at any byte.
 
     The result is a contiguous copy if they do not begin at a multiple of the dtype's size.
     """
@@ -69,8 +67,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """Returns the path of a file that another file of a source names. Raises FormatError for a name that leads
-    outside."""
+    """Returns the path of a file that another file names. Raises FormatError for a name that leads outside."""
     pure = PurePosixPath(name)
     if not name or pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
         raise FormatError(f"{directory}: names the file {name[:200]!r}, which is not inside of it; nothing was read")

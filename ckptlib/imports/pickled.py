@@ -19,8 +19,7 @@ MAX_BYTES = 2**31
 """The most bytes of a pickle without the data of its tensors."""
 
 MAX_WEIGHT = 2**27
-"""The most values that a walk meets. A pickle of a few hundred bytes can name one list so often that it meets
-2**100."""
+"""The most values that a walk meets. A pickle of a few hundred bytes can name one list so often that it is 2**100."""
 
 MAX_KEY_WEIGHT = 1000
 """The same limit for keys of a dict and members of a set: hashing them cannot be interrupted."""

@@ -61,8 +61,7 @@ Classes = Mapping[str, Callable[[Any], Any]]
 
 
 def read_torch_file(mapped: Mapped, begin: int = 0, nbytes: int | None = None, classes: Classes | None = None) -> Any:
-    """Returns the object given to torch.save: dict, list, tuple, plain values, tensors that are views of the file,
-    `Strange`.
+    """Returns the object given to torch.save: dict, list, tuple, plain values, tensors that view the file, `Strange`.
 
     A contiguous tensor may begin at any byte: see `aligned`.
 

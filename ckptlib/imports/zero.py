@@ -122,8 +122,7 @@ class Trained:
                     self._take(name, {**entry, WEIGHTS: flat}, begin, start, numel)
 
     def add_cut_apart(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Adds states of ZeRO 3: a rank has a part of each parameter, with parts of several parameters one behind the
-        other."""
+        """Adds states of ZeRO 3: a rank has a part of each parameter, several of them one behind the other."""
         for rank, state in enumerate(states):
             flats = state.get("fp32_flat_groups")
             entries = self._entries(dict_of(state.get("optimizer_state_dict"), f"{self._where}: optimizer_state_dict"))
@@ -219,8 +218,7 @@ class Trained:
         return value
 
     def _entries(self, base: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
-        """Returns the optimizer's state of each of its flat parameters, in their order; records the first rank's
-        options."""
+        """Returns the state of each flat parameter of an optimizer, in order; records the first rank's options."""
         groups = self._groups_of(base)
         self._options = self._options or groups
         entries = dict_of(base.get("state"), f"{self._where}: an optimizer's state")

@@ -10,8 +10,7 @@ from ckptlib.format.box import Box
 
 
 def repeats(tensor: torch.Tensor) -> bool:
-    """Returns whether two elements of a tensor share memory, as in an expanded one: such a tensor cannot hold all
-    values."""
+    """Returns whether elements of a tensor share memory, as in an expanded one: it cannot hold all values."""
     if tensor.is_contiguous():  # first: there may be thousands
         return False
     dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -117,8 +117,7 @@ class Beside:
         return dims
 
     def _part_then(self) -> tuple[int, ...] | None:
-        """Returns the shape of each rank's part of the parameter as it was saved, or None unless it was sharded
-        evenly."""
+        """Returns the shape of each rank's part of the saved parameter, or None unless it was sharded evenly."""
         if self.then is None or not _is_sharded(self.then):
             return None
         assert isinstance(self.then.holding, Placed)

@@ -46,8 +46,7 @@ class Landing:
         return bool(self._devices)
 
     def device(self, target: torch.Tensor) -> torch.device | None:
-        """Returns the device for whose buffer a target's bytes are read; None: they are read straight into the
-        target."""
+        """Returns the device whose buffer takes a target's bytes; None: they are read straight into the target."""
         if not self._devices:  # asked for each of thousands of small tensors
             return None
         found = accelerator.device_of(target)

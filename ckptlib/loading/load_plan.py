@@ -1,4 +1,4 @@
-"""The plan of a load: the saved tensor or value for each name of the state, and the names that are missing or do not
+"""The plan of a load: which saved tensor or value each name of the state gets, and which names are missing or do not
 fit.
 
 Knows tensors and values only. `ckptlib.loading.trees` makes objects of these, `ckptlib.loading.match` and
@@ -43,7 +43,7 @@ from ckptlib.state.wrappers import is_extra_state
 Setter = Callable[[object], None] | None
 
 Make = Callable[[str, TensorEntry, object], torch.Tensor | Sharded]
-"""Makes memory to fill with a saved tensor, from its path, its entry, and what the object has now, which does not
+"""Makes memory to fill with a saved tensor: from its path, its entry, and the object's own value, which does not
 fit."""
 
 
@@ -145,14 +145,12 @@ class LoadPlan:
             self._notes[name] = why
 
     def excuse(self, name: str) -> None:
-        """Notes that the checkpoint may lack this name without the rest being refused, unless it was asked for by
-        itself."""
+        """Notes that lacking this name is no reason to refuse the rest, unless it was asked for by itself."""
         if not self._asked.is_asked_for(name):
             self._plain.add(name)
 
     def miss_kind(self, name: str, saved_name: str, here: str) -> bool:
-        """Returns whether the checkpoint has another kind of entry there, and notes it. `here`: the kind in the
-        state."""
+        """Returns whether the checkpoint has another kind of entry, and notes it. `here`: the kind in the state."""
         saved = self.saved
         if saved_name in saved.tensors:
             entry = saved.tensors[saved_name]
@@ -176,8 +174,7 @@ class LoadPlan:
             self._notes[saved_name] = why
 
     def leave_foreign(self, saved_name: str, why: str) -> None:
-        """Does what `leave` does, for state that an optimizer of this rank would not understand, whatever other ranks
-        say."""
+        """Does what `leave` does, for state that no optimizer of this rank understands, whatever others say."""
         self._foreign[saved_name] = why
 
     def mismatch(self, text: str) -> None:
@@ -204,8 +201,7 @@ class LoadPlan:
         return self._places.setdefault(place(leaf.pieces), saved_name)
 
     def _tie(self, name: str, first: str, leaf: Leaf, entry: TensorEntry) -> bool:
-        """Returns whether another saved tensor, `first`, fills the same memory already; notes a mismatch if its values
-        differ."""
+        """Returns whether `first`, another saved tensor, fills the same memory; notes a mismatch of their values."""
         if first == entry.name:
             return False
         if not self.saved.same(first, entry.name, [box for box, _ in leaf.pieces]):
@@ -338,8 +334,7 @@ class LoadPlan:
 
 
 def is_plain_value(name: str, value: Json) -> bool:
-    """Returns whether a saved value was an entry of the state by itself. A container there is walked, so one is an
-    object's."""
+    """Returns whether a saved value was an entry of the state itself. Containers are walked: one is an object's."""
     if isinstance(value, dict):
         return len(value) == 1 and next(iter(value)).startswith("$") and not value.keys() & _CONTAINERS
     return not isinstance(value, list) and not is_extra_state(name.rpartition("/")[2])

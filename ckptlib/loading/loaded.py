@@ -1,5 +1,4 @@
-"""Records the loads of this process and the states that they filled, so that a save is known to go on from an older
-step.
+"""Records this process's loads and the states that they filled, so that a save is known to go on from an older step.
 
 A state is recognised by its parts: its modules, its optimizers, its other objects, the memory of its tensors. The
 record keeps none of them alive. Plain values do not identify a state.
@@ -66,8 +65,7 @@ class Filled:
         self._objects = {id(part): weakref.ref(part) for part in parts.objects if type(part).__weakrefoffset__}
 
     def all_of(self, parts: Parts) -> bool | None:
-        """Returns whether everything that identifies a state was filled; None if nothing does, as with plain values
-        only.
+        """Returns whether everything that identifies a state was filled; None if nothing does: plain values do not.
 
         Loose tensors count only if there is nothing else, and then most of them must be filled: a loss and the state of
         a random generator are made anew for each save.

@@ -142,8 +142,7 @@ class GroupTargets:
 
 
 def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
-    """Returns the names of its class and of those that it inherits from; and None, which a checkpoint without a name
-    has."""
+    """Returns the names of its class and base classes; and None, which a checkpoint without a name has."""
     return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
 
 

@@ -66,8 +66,7 @@ class NestTargets:
         return values.is_nest(saved[name]) or (given is not None and is_plain_value(name, saved[name]))
 
     def add_plain(self, path: str, given: Setter) -> bool:
-        """Plans to replace a value by the dict that was saved in its place, by entries. Returns whether there may be
-        one."""
+        """Plans to replace a value by the dict saved in its place, by entries. Returns whether there may be one."""
         name, saved = self._plan.named(path), self._plan.saved
         if given is None or name in saved.values_at(name) or not self._plan.wanted(path) or not saved.below(name):
             return False
@@ -75,8 +74,7 @@ class NestTargets:
         return True
 
     def _become(self, node: object, value: Any, alike: bool) -> object:
-        """Returns the container with the saved content: the same one if it can be changed and is `alike`, else a new
-        one."""
+        """Returns a container with the saved content: this one, if it can be changed and is `alike`."""
         if isinstance(node, tuple) and alike and not isinstance(node, torch.Size):  # which holds nothing to fill
             return tuple(self._items(node, value))
         if not alike or not isinstance(node, (list, MutableMapping)):

@@ -181,8 +181,7 @@ class OptimizerTargets:
         return self._saved.first_name(self._plan.named(name))
 
     def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
-        """Checks that one parameter here was not two different ones: a pipeline has the tied weight on its first and
-        last stage."""
+        """Checks that one parameter here was not two: a pipeline has the tied weight on its first and last stage."""
         mine, taken = self._saved_name(name), self._saved_name(first)
         if mine == taken:
             return
@@ -192,8 +191,7 @@ class OptimizerTargets:
                 self._plan.mismatch(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
     def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
-        """Returns the keys of the saved state of each parameter, each with its full name. `layouts`: of the
-        parameters."""
+        """Returns the saved state's keys of each parameter, each with its full name. `layouts`: of parameters."""
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
         names = self._saved.beginning_with(prefix, layouts)  # each parameter may have an optimizer
@@ -221,8 +219,7 @@ class OptimizerTargets:
         keys: Mapping[str, str],
         alike: bool,
     ) -> dict[str, str] | None:
-        """Returns the saved keys that an optimizer of torch's takes for a parameter; None if it could not step with
-        them.
+        """Returns the saved keys that an optimizer of torch's takes for a parameter; None if it cannot step with them.
 
         `keys`: each with its full name. `alike`: whether it is of the same kind; then unknown keys are the user's, and
         are kept.
@@ -323,8 +320,7 @@ class OptimizerTargets:
         options: Mapping[str, object],
         kind: Kind | None,
     ) -> torch.Tensor:
-        """Returns the present tensor if it fits, else one as the optimizer would make it with the options it will
-        have."""
+        """Returns the present tensor if it fits, else one as the optimizer would make it with its future options."""
         entry, param = self._saved.tensors[name], beside.param
         dtype = torch_dtype(entry.dtype)
         if self._plan.cast and kind is not None and key in kind.shapes and _are_floats(dtype, param.dtype):

@@ -27,8 +27,7 @@ MOST = 8
 
 
 def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded: Targets, generators: str) -> None:
-    """Warns on rank 0 of the own values that were loaded, except for random `generators`, which warn by themselves.
-    Collective."""
+    """Warns on rank 0 of own values that were loaded, except random `generators`, which warn themselves. Collective."""
     saved, now = source.world_size, group.size
     if saved == now:
         return

@@ -65,8 +65,7 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
 
 
 def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
-    """Describes what ranks must have in common to cut buckets alike; devices by order, as numbers are each rank's
-    own."""
+    """Describes what ranks must share to cut buckets alike; devices by order, as numbers are each rank's own."""
     devices: dict[torch.device, int] = {}
     described = [
         [
@@ -106,8 +105,7 @@ def spread(buckets: Iterable[Bucket], group: Group, by_links: bool) -> None:
 
 
 def _spread_there(owner: int, targets: list[torch.Tensor], group: Group, device: torch.device, by_links: bool) -> None:
-    """Broadcasts tensors on a device: by its own links if the trainers have a group for them, else in one pinned
-    piece."""
+    """Broadcasts tensors on a device: by its links if the trainers have a group for them, else in a pinned piece."""
     alone = len(targets) == 1 and is_bytes(targets[0])
     packed = bytes_of(targets[0]) if alone else torch.empty(_nbytes(targets), dtype=torch.uint8, device=device)
     if group.rank == owner and not alone:
@@ -141,8 +139,7 @@ def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
 
 
 def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want[torch.Tensor]]], num_ranks: int) -> list[Bucket]:
-    """Returns buckets, each with a rank that can read it, so that all ranks read about as much. Without readers, any
-    can."""
+    """Returns buckets, each with a rank that can read it, so that all read about as much. Without readers, any can."""
     loads = [0] * num_ranks
     buckets = []
     for readers, wants in by_readers.items():

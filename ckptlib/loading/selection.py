@@ -38,8 +38,7 @@ class Selection:
         return bool(met)
 
     def named(self, name: str) -> str:
-        """Returns its name in the checkpoint. In a dict, the longest entry that is the name or a path above it
-        counts."""
+        """Returns its name in the checkpoint. In a dict, the longest entry counts that is the name or above it."""
         if self._function is not None:
             return self._function(name)
         head = name if self._rename else ""

@@ -138,8 +138,7 @@ def _items(
 
 
 def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
-    """Calls `load`, in inference mode if a tensor was made in it, as for an evaluation: only then can it be written
-    to."""
+    """Calls `load`, in inference mode if a tensor was made in it: only then can such a tensor be written to."""
     with torch.inference_mode() if _holds_inference(now) else nullcontext():
         load(state)
 

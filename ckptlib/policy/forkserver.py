@@ -1,5 +1,4 @@
-"""Protects multiprocessing's forkserver, which imports this as it begins, from signals that a scheduler sends to all
-processes.
+"""Protects multiprocessing's forkserver, which imports this as it begins, from signals to all processes of a job.
 
 Workers of a data loader are its children, and would be lost with it.
 """

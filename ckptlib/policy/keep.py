@@ -66,8 +66,7 @@ class Keep:
     """Steps taken no longer than this before the newest one stay, or committed so by the store's clock. A job that
     pauses for a week loses nothing by it."""
     best: str | None = None
-    """The steps with the best values of this metric stay, as `after_step` or `log` told it on rank 0. NaN is never
-    best."""
+    """The steps with the best values of this metric stay, as rank 0 told `after_step` or `log`. NaN is never best."""
     mode: str | None = None
     """Which values are best: "min" or "max"."""
     num_best: int = 1
@@ -109,8 +108,7 @@ class Keep:
         return None if self.best is None else Best(self.best, self.mode or "")
 
     def to_json(self) -> dict[str, object]:
-        """Returns JSON for the writer process; `from_json` decodes it, except for `exempt`, which travels with each
-        snapshot."""
+        """Returns JSON for the writer process, which `from_json` decodes. `exempt` travels with each snapshot."""
         return {
             "last": self.last,
             "every": self.every,

@@ -33,8 +33,7 @@ class Measured:
 
     @classmethod
     def of(cls, value: object) -> Measured | None:
-        """Decodes what `to_json` returned; returns None for anything else. A store is not trusted to hold sensible
-        numbers."""
+        """Decodes what `to_json` returned; returns None for anything else. A store's numbers are not trusted."""
         if not isinstance(value, Mapping):
             return None
         seconds = [_seconds(value.get(name)) for name in SECONDS]

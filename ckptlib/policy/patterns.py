@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Returns whether `pattern` is the name, a path above it, or matches it as fnmatch does; its "*" matches "/",
-    too."""
+    """Returns whether `pattern` is the name, a path above it, or matches it by fnmatch; its "*" matches "/", too."""
     return fnmatchcase(name, pattern) or name == pattern or name.startswith(f"{pattern}/")
 
 

@@ -65,8 +65,7 @@ class SaveCosts:
                     self._costs.remove(other)
 
     def mean(self, step_s: float) -> tuple[float, float]:
-        """Returns the visible part, and the whole, of what a save costs beside steps of this length. Needs at least one
-        save.
+        """Returns the visible part, and all, of what a save costs beside steps of this length. Needs one save or more.
 
         Counts only saves at this pace if their cost differs from that of the rest: what slows steps down makes saves
         dearer as well, and when it goes, saves cost what they did before it came.

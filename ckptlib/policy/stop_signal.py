@@ -177,8 +177,7 @@ class _Handler:
         return any(has_signal or stop.terminated_at is not None for stop in watched)
 
     def _may_stand_still(self) -> bool:
-        """Returns whether the main thread may stand still now, because one of them, or the wait for a save, allows
-        it."""
+        """Returns whether the main thread may stand still now: a StopSignal or a wait for a save allows it."""
         return ((waits := self.waits) is not None and waits()) or any(stop.may_stand_still for stop in self.open)
 
 
@@ -302,8 +301,7 @@ _masked = threading.local()
 
 
 def _before_fork() -> None:
-    """Blocks the signals: one that reached the child before its handler is gone would be swallowed, or taken for its
-    parent's."""
+    """Blocks the signals: a child would swallow one before its handler is gone, or take it for its parent's."""
     _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY if _handler.open else ())
 
 

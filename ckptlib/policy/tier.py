@@ -91,8 +91,8 @@ def directory_of(name: str, path: str | Path) -> Path:
 def tier_of(
     local: str | Path | None, drain: Policy | None, keep_last: int, bytes_per_second: float | None
 ) -> LocalTier | None:
-    """Returns the tier that a Checkpointer was asked for, or None. Raises ValueError for options that need a local
-    tier."""
+    """Returns the tier that a Checkpointer was asked for, or None. Raises ValueError for options of a tier without
+    `local`."""
     if local is not None:
         return LocalTier(directory_of("local", local), drain, keep_last, bytes_per_second)
     if (drain, keep_last, bytes_per_second) != (None, KEEP_LAST, None):

@@ -28,8 +28,7 @@ NEAR = 2 * CLEAN
 """The fewest clean steps that the steps beside a save are compared with: those around it, since the pace of a training
 wanders by more than a save costs."""
 WIDEN_EVERY = 20
-"""After this many intervals without a clean step, one is widened until there are some, for without there is no
-baseline."""
+"""After this many intervals without a clean step, one is widened until there are some: they are the baseline."""
 WINDOW, NEWEST = 50, 7
 """The fewest steps that make a baseline; and the number of steps that show another pace, if they agree."""
 AGE, LEAST = 100, 20

@@ -1,5 +1,4 @@
-"""Presents elements of a checkpoint as arrays or tensors of a framework, which is imported when the first one is
-made."""
+"""Presents elements of a checkpoint as arrays or tensors of a framework, which is imported for the first one."""
 
 from __future__ import annotations
 

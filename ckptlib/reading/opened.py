@@ -106,8 +106,7 @@ class CheckpointReader:
         return dict(self._reader.rounded)
 
     def keys(self) -> list[str]:
-        """Returns the names of all tensors, sorted; all names of a tensor that was saved under several, as tied weights
-        are."""
+        """Returns the names of all tensors, sorted; of a tensor with several, such as tied weights, all of them."""
         return sorted(self._saved.tensors)
 
     def aliases(self) -> dict[str, str]:
@@ -174,8 +173,7 @@ class CheckpointReader:
         self._store.reads_once = True
 
     def chunk_begins(self, name: str) -> list[int]:
-        """Returns flat positions in a tensor at which it is best cut: see `StepReader.chunk_begins`. Raises
-        StateMismatch."""
+        """Returns flat positions at which a tensor is best cut: see `StepReader.chunk_begins`. Raises StateMismatch."""
         entry = self._entry(name)
         with self._lock:
             return self._reader.chunk_begins(entry.name)

@@ -96,8 +96,7 @@ class ChunkRead:
 
     @property
     def address(self) -> int | None:
-        """Address of the target's memory, if the chunk's bytes are exactly that, and the pack has them uncoded; else
-        None."""
+        """Address of the target's memory, if the chunk's bytes are exactly that, uncoded in the pack; else None."""
         if len(self.to_host) != 1 or self.runs or self.boxes or self.coding is not None:
             return None
         (move,) = self.moves

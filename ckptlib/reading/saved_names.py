@@ -47,8 +47,7 @@ class SavedNames:
         self._rank_values_by_layout: dict[int, RankValues[Json]] = {}
         self._names_by_layout: dict[int, list[str]] = {}
         self._elsewhere: dict[str, RankValues[Json]] = {}
-        """By name that this rank did not save: the rank's values where it was found; entries below come from there,
-        too."""
+        """By name that this rank did not save: the values of the rank that has it, and the entries below it."""
         self.tensors: dict[str, TensorEntry] = {}
         """By name or alias. This rank's own layout counts, else the first that has the name."""
         self.objects: dict[str, Json] = {}
@@ -143,8 +142,7 @@ class SavedNames:
         return any(below not in self.first_layouts for below in names_below(self._names(layout), name))
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
-        """Returns whether two saved tensors, by any of their names, are one, or are equal, at least in `boxes` if any
-        are given."""
+        """Returns whether two saved tensors, by any of their names, are one, or are equal, at least in `boxes`."""
         if first == second or first not in self.tensors:
             return first == second
         one, other = self.tensors[first].name, self.tensors[second].name
@@ -228,8 +226,7 @@ class SavedNames:
         return found
 
     def _is_held_before(self, name: str, layout: int) -> bool:
-        """Returns whether a layout before this one has a tensor or an object at a name or below it, or a tensor above
-        it."""
+        """Returns whether an earlier layout has a tensor or an object at a name or below, or a tensor above."""
         first = self.first_layouts
         if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self.names, name)):
             return True
