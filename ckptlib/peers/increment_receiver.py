@@ -49,7 +49,7 @@ class StepReceiver:
             return None
 
     def offer(self, header: SlotHeader) -> Base | None:
-        """Returns the base that this rank names to a sender. The slot for what is offered is already being written."""
+        """Returns the base that this rank names to a sender. The offered snapshot's slot is marked as being written."""
         if self.base() is None or self._last is None:
             return None
         last = self._last[1]

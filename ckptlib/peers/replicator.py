@@ -48,7 +48,8 @@ LAST_BACKOFF_S = 300.0
 """How long the ranks wait before they connect anew: from the first value to the last, doubled each time."""
 
 RECONNECT = timedelta(seconds=5)
-"""Least time for connecting anew, while the training waits; four times what the first time took, if that is more."""
+"""Least time-out for connecting anew, while the training waits; four times what the first time took, if that is
+more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ header does."""
 
 
 def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader, steps: StepSender | None = None) -> int:
-    """Sends a snapshot. Returns when the peer holds a sealed replica of the snapshot that has this `header`: how many
+    """Sends a snapshot. Once the peer holds a sealed replica of the snapshot that has this `header`, returns how many
     bytes were sent of the body, or in their place. `steps`: what that peer was sent before, if increments may be sent.
 
     The caller sees to it that nobody overwrites the slot meanwhile; if somebody did all the same, the replica would not

@@ -145,7 +145,7 @@ class Link:
         AgreementFailed; but a rank that waits for a request waits on, and one that answers may wait for the time-out.
         Any thread may call it."""
         self.broken = True
-        with suppress(RuntimeError):  # a time-out: the only way to it that each torch has
+        with suppress(RuntimeError):  # a time-out: the only way to close them that each torch has
             self._gloo.recv_anysource([_byte()], _NOTHING).wait(timedelta(milliseconds=1))
 
     def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def await_others(session: Session) -> None:
-    """Waits until what they have under way by now is saved, or has failed: otherwise a restore would take an older
+    """Waits until what these have under way by now is saved, or has failed: otherwise a restore would take an older
     step, or begin anew, and the first save after it would be their end. Collective. Raises WaitTimeout."""
 
     def wait() -> None:
@@ -31,7 +31,7 @@ def await_others(session: Session) -> None:
 
 
 def await_all(group: Group, url: str) -> None:
-    """Does the same for a caller that looks for a step of a root before there is a session. Collective."""
+    """Does what `await_others` does, for a caller that looks for a root's step before it has a session. Collective."""
 
     def wait() -> None:
         for session in not_closed(url):

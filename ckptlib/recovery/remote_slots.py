@@ -8,7 +8,8 @@ travel, straight to their place.
 
 Both ends know the offers, from the plan on which all ranks agreed; they are numbered in its order. An asker has a few
 streams to each server, with one request under way in each, so that a transfer goes on while a reader checks what came.
-A server has a few threads, which answer whoever asks next: in a job of a thousand ranks, hundreds may.
+A server has a few threads, which answer whoever asks next: in a job of a thousand ranks, a server may have hundreds of
+askers.
 
 What a peer asks or sends is hostile until checked: a server reads nothing but what was offered to that asker, and
 whoever reads compares digests.

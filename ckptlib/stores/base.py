@@ -239,7 +239,7 @@ class Store(ABC):
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
         """Returns every object whose key starts with `prefix` (a key, or a key and '/'; '' for all), sorted by key.
 
-        Returns only keys after `after`, in the order of ASCII; the store is not asked for the others, if it can be. The
+        Returns only keys after `after`, in the order of ASCII; if possible, the store is not asked for the others. The
         listing is fresh: it holds every object whose put returned before the call.
         """
 

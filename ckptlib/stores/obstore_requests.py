@@ -43,7 +43,8 @@ class Requests:
         self.loop = ClientLoop("ckptlib-obstore")
 
     def uploads_of(self, part_nbytes: int) -> Any:
-        """Returns a client for parts of up to this size, doubled at most: few are made, and keep their connections."""
+        """Returns a client for parts of this size, or of up to twice as much: few are made, and keep their
+        connections."""
         nbytes = io_limits.PART_NBYTES
         while nbytes < part_nbytes:
             nbytes *= 2

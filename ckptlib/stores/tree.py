@@ -2,8 +2,8 @@
 
 No link is followed below the root: a name on a path may become a link between a listing and a deletion, and its target
 is not ours. The root itself may be a link. What is reached through a link, or is no regular file, is no object; but a
-link in the root, as people make to move whole directories to another disk, is refused in words: a root without its
-steps would look like a new one.
+link in the root, by which whole directories are moved to another disk, is refused in words: a root without its steps
+would look like a new one.
 """
 
 from __future__ import annotations

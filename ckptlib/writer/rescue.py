@@ -34,8 +34,8 @@ POLL_S = 0.5
 def left_of(slots: Sequence[Slot], held: SaveId) -> SaveId:
     """Returns the snapshot that is to be persisted: the one that all ranks held, or a newer one.
 
-    It is the newest one if the one that they held is gone: then a job has removed it that restored a newer one, which
-    was whole, and nothing else of it is left.
+    It is the newest one if the one that they held is gone: then a job that restored a newer one, which was whole, has
+    removed it, and nothing else of it is left.
     """
     newer = [header.save for header, _ in _ready(slots) if header.save > held]
     return held if _shares(slots, held) else max(newer, default=held)
@@ -107,7 +107,8 @@ def _is_decided(catalog: Catalog, save: SaveId) -> bool:
 
 
 def _is_begun(catalog: Catalog, save: SaveId) -> bool:
-    """Returns whether shares of it are there, and more may come: no rank has only a failure, and rank 0 has none."""
+    """Returns whether shares of it are there, and more may come: no rank has only a failure, and rank 0 has no
+    failure."""
     parts = catalog.parts(save)
     said = [all(n.ok for n in names) if rank == 0 else any(n.ok for n in names) for rank, names in parts.items()]
     return bool(said) and all(said)
