@@ -69,8 +69,9 @@ class DueSaves:
         return self.to_store and self._interval is not None and waited >= 2 * self._interval
 
     def must_tell(self) -> bool:
-        """Returns whether to warn that a save waits so long: once, until a save is taken in time. Of all such times, it
-        reports the first, second, fourth and so on: a store that is a little too slow makes every other save late."""
+        """Returns whether to warn that a save has been due for two intervals: once, until a save is taken in time. Of
+        all such times, it reports the first, second, fourth and so on: a store that is a little too slow makes every
+        other save late."""
         if self._is_late or not self._waits_long:
             return False
         self._is_late = True

@@ -72,5 +72,5 @@ class Ending:
         self._keeper.end()
         try:
             self._session.close(timeout, clean)
-        finally:  # last: until here, SIGTERM ends no process that waits in `close`, even if others are open
+        finally:  # last: SIGTERM ends no process that waits above, even if another Checkpointer is open
             self._turns.close()

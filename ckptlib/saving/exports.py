@@ -58,7 +58,7 @@ class Exports:
         self._owed = False
         """Whether the next save is to be exported."""
         self._seen: SaveId | None = None
-        """The latest save to the store that `poll` was given."""
+        """The latest save to the store that `_watch` was given."""
         self._taken: SaveId | None = None
         """The latest save that is exported, if it comes to be committed."""
         self._restored: SaveId | None = None

@@ -112,8 +112,8 @@ class Lineage:
         return root, replace(generation, number=max(generation.number, above)), known
 
     def _left_above(self, newest: int, left: set[GenerationId]) -> tuple[GenerationId, ...]:
-        """Returns the generations above `newest` that any host holds. `newest`: the highest number in the store.
-        `left`: generations that others have left on this host. Collective."""
+        """Returns the generations above `newest` that have left something on any host. `newest`: the highest number in
+        the store. `left`: the generations that have left something on this host. Collective."""
         later = sorted(str(generation) for generation in left if generation.number > newest)
         if not self._group.any(bool(later)):
             return ()
@@ -146,8 +146,8 @@ class Lineage:
         return left
 
     def begin(self, writer: Writer, step: int) -> None:
-        """Tells the writers that this generation begins, before its first snapshot, of `step`. Rank 0's writer puts its
-        record.
+        """Tells this rank's writer that the generation begins, before its first snapshot, of `step`. Rank 0's writer
+        puts the generation's record.
 
         That comes before anything of this generation can be committed. From then on, older generations may commit only
         what this one goes on from. Waits for nothing. Does nothing if it has begun, unless its record could not be put.

@@ -191,7 +191,7 @@ class Outcomes:
             self._failed(outcome, str(event["kind"]), str(event["error"]), "in_doubt" in event)
 
     def _let_go(self, outcome: Outcome) -> None:
-        """Forgets a save of which the writer will say no more unless it is asked."""
+        """Forgets a save if the writer will say no more of it unless it is asked."""
         if not outcome.owed and not outcome.watches:
             del self._open[str(outcome.save)]
 

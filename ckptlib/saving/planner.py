@@ -142,7 +142,7 @@ class Planner:
         return plan
 
     def _with_putter(self, plan: Plan) -> Plan:
-        """Returns the plan with the rank that puts the layout. Collective."""
+        """Returns the plan, which tells now whether this rank puts the layout. Collective."""
         by_rank = self._group.gather(plan.layout.digest.encode()) if self._group.size > 1 else []
         puts = not by_rank or by_rank.index(by_rank[self._group.rank]) == self._group.rank
         return plan if plan.puts_layout == puts else replace(plan, puts_layout=puts)

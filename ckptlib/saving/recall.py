@@ -1,4 +1,5 @@
-"""Recalls what an earlier start of the job has measured of its saves, from the account in a manifest.
+"""Records in the account of each manifest what a start of the job has measured of its saves, and recalls it for the
+next start.
 
 The record says on how many ranks and on which machine that was: elsewhere a save costs something else. All ranks go on
 from the same numbers, or none does. The numbers only say where the search for an interval begins, so missing ones are

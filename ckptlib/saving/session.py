@@ -277,7 +277,7 @@ class Session:
         self.planner.must_compare = True
 
     def forget_tensors(self) -> None:
-        """Waits until no copy runs, on devices either, and drops every tensor of the state. Main thread. Raises
+        """Waits until no copy is in flight, on devices too, and drops every tensor of the state. Main thread. Raises
         WaitTimeout."""
         if self.owner.here:  # a forked child has none of the threads that copy
             with self.outcomes.turn:

@@ -66,7 +66,7 @@ def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[
 
 
 def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> None:
-    """Compares whole DTensors that several ranks hold. Collective; one small sum if all are alike.
+    """Compares in full the boxes of DTensors that several ranks hold. Collective; one small sum if all are alike.
 
     Other replicas were compared when the ranks agreed on them. Raises ReplicasDiffer, which names the tensors, on all
     ranks.

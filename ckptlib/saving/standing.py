@@ -36,8 +36,8 @@ def say(session: Session, word: Word) -> tuple[Word, Poll]:
 
 
 def _newest_held(session: Session) -> int:
-    """Returns the newest step that this rank holds; NONE before the generation's record is in the store, since no job
-    could restore from the snapshot."""
+    """Returns the newest step that this rank holds. With peers, rank 0 returns NONE until the generation's record is
+    in the store: before that, no job could restore from the snapshot."""
     return session.snapshots.own.newest if session.lineage.recorded or session.settings.peers is None else NONE
 
 

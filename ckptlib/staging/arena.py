@@ -92,7 +92,8 @@ class Arena:
         """Makes one more slot than needed, in the background: nobody waits for it, and without room there is none. A
         later call tries again once there is room: after a restart, the slots of the job before are still there."""
         capacity = max((slot.capacity for slot in self._slots), default=0)
-        level = logging.WARNING if self._growing is None else logging.INFO  # a quota fails each try, unforeseen
+        # a quota, which the free space does not show, fails each try
+        level = logging.WARNING if self._growing is None else logging.INFO
 
         def make() -> None:
             try:

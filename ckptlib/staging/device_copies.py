@@ -148,7 +148,7 @@ class Devices:
         return all(spares.ready for spares in self._spares.values())
 
     def begin(self, copied: Sequence[Copied], spare: bool) -> Iterator[DeviceCopies]:
-        """Begins the copies of one device after the other; for a device without streams, they are already done.
+        """Begins the copies of one device after the other, and yields them. If a device has no streams, copies at once.
 
         `spare`: whether memory of the device may be taken for the snapshot.
         """

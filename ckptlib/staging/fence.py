@@ -85,7 +85,7 @@ class Fence:
         _installed.pop(id(self), None)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes a step that is about to write, and waits for copies; or a step that is recorded into a graph."""
+        """Notes a step that is about to write, or is recorded into a graph, and waits for copies."""
         if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
             self._captured[optimizer] = True
             self.drain()

@@ -113,7 +113,7 @@ class Reading:
         return bool(self._readers.late)
 
     def read_late(self) -> None:
-        """Reads those, from the staging thread, while the fence is closed."""
+        """Reads what is read behind the fence, from the staging thread, while the fence is closed."""
         for i in self._readers.late:
             self._read(i)
 

@@ -97,8 +97,8 @@ class Staging:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Fails the snapshot with what the body raises, except Ctrl-C: other ranks begin theirs, and learn of the
-        failure by this one's."""
+        """Fails the snapshot with what the body raises, except Ctrl-C. Other ranks begin their snapshots, and learn of
+        the failure from this rank's."""
         try:
             yield
         except Exception as error:
