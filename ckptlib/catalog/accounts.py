@@ -137,7 +137,7 @@ def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
 
 
 def is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
-    """Whether `ckptlib rewind` put the generation's record, which starts no job."""
+    """Whether the generation's record was put to go back, as by `ckptlib rewind`, which starts no job."""
     try:
         return catalog.generation(generation).rewind
     except UNUSABLE:  # reported when history is walked

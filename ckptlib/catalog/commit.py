@@ -67,7 +67,7 @@ class _Proved:
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """A manifest that is put, or may be, and the arguments of its commit."""
+    """A manifest that is put, or may be, and what its committer knew then."""
 
     manifest: Manifest
     elapsed: Elapsed

@@ -108,7 +108,8 @@ def _used_for(target: Catalog, step: StepObjects, lineage: list[Generation]) -> 
 
 
 def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callable[[int], None]) -> int:
-    """Puts the packs that are missing; returns how many bytes. Calls `advance` with the number of all bytes done.
+    """Puts the packs that are missing; returns how many bytes. Tells `advance` each time how many more bytes are
+    done; first those that were there.
 
     Raises CorruptData if a key is taken by an object of another size.
     """

@@ -15,7 +15,7 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
 
 TRIES = 5
-"""How often a step is resolved again. If a job drops the step each time, it keeps none long enough to be read."""
+"""How often a step is resolved, at most. If a job drops the step each time, it keeps none long enough to be read."""
 
 
 def resolve_manifest(catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:

@@ -278,9 +278,10 @@ def _drop(
     """Drops steps; returns those that are spared.
 
     Trash records are put first: without them, the next generation would take the parts for saves to be committed. Pins
-    are read after that: a `pin` puts the pin, then looks for a record, so one of the two sees the other. A rewind
-    does the same with the record of its generation: see `spared`. A live job finds itself superseded then; for others,
-    `head` is the newest generation in the history by which these steps were chosen.
+    are read after that: a `pin` puts the pin, then looks for a record, so one of the two sees the other. A job or a
+    `ckptlib rewind` that goes back to a step does the same with the record of its generation: see `spared`. A live job
+    finds itself superseded then; for others, `head` is the newest generation in the history by which these steps were
+    chosen.
 
     `pin` takes a record that is older than a save may take for that of a crashed sweep, so a sweep that took half as
     long drops nothing. Such a record is put anew: by its age the bytes would be deleted at once, though readers could

@@ -118,7 +118,8 @@ class ShardComparer:
         """The error messages of chunks that do not match their digests."""
 
     def settles(self, doubt: Doubt, share: Callable[[int], PartIndex]) -> bool:
-        """Whether the shards of a doubt are equal there. `share`: returns a rank's part. Raises as `same` does."""
+        """Whether the shards of a doubt are equal in its region. `share`: returns a rank's part. Raises as `same`
+        does."""
         first, second = map(share, doubt.ranks)
         one = first.shards_at(doubt.name, doubt.boxes[0])[0]
         other = second.shards_at(doubt.name, doubt.boxes[1])[-1]  # both shards may be in one part

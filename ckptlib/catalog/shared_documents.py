@@ -269,7 +269,7 @@ class SharedDocuments:
             except UNUSABLE as error:
                 if key != keys.ROOT:
                     raise
-                log.warning("%s; no copy of it is put", error)  # the next opening of the root fails; steps are whole
+                log.warning("%s; no copy of it is put", error)  # whoever opens the root next is told; steps are whole
                 continue
             copy = keys.copy_key(key)
             try:

@@ -238,7 +238,7 @@ def _cover_by_trash(
 
 
 def _own(save: SaveId, created: float) -> dict[PackSet, float]:
-    """Returns the sets of packs that a save itself may have put, with the time of the save."""
+    """Returns the sets of packs that a save itself may have put, of all ranks, with the time of the save."""
     return {PackSet(save): created, PackSet(save, carried=True): created}
 
 

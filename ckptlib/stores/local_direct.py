@@ -27,7 +27,7 @@ FROM_BYTES = 1024 * 1024
 """Smaller reads are not worth it."""
 
 SLICE_BYTES = 4 * 1024 * 1024
-"""Bytes per read through memory of our own, for a caller whose memory or range does not begin on a page."""
+"""Bytes per read through memory of our own, if the caller's range of the file, or memory, does not begin on a page."""
 
 _local = threading.local()
 

@@ -139,7 +139,7 @@ class Failure:
 
     @property
     def lost_directory(self) -> bool:
-        """Whether a gateway to a file system says so of a put into a directory that a delete has just emptied."""
+        """Whether gateways to a file system answer this to a put into a directory that a delete has just emptied."""
         return self.code == "NoSuchKey"
 
     @property

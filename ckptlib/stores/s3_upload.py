@@ -58,8 +58,8 @@ def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], cre
 
 
 def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
-    """Returns the size of the parts. They are held in memory while under way, unless they lie there anyway: else they
-    are as small as may be."""
+    """Returns the size of the parts. They are held in memory while under way, so they are as small as may be, unless
+    the pieces lie in memory anyway."""
     if not isinstance(pieces, Counted):
         return io_limits.PART_NBYTES
     nbytes, least = head.nbytes + pieces.nbytes, io_limits.PART_NBYTES

@@ -146,7 +146,8 @@ class Writer:
             self._open.add({"op": "expect", "save": str(save), "drains": drains})
 
     def tell_expected(self, save: SaveId) -> None:
-        """Tells the writer to expect the part of this save: if the trainer dies from now on, it will not come.
+        """Tells the writer to expect the part of this save: if the trainer dies from now on, the writer knows that the
+        part will not come.
 
         Apart from `expect`, since it wakes the writer, which may take the core from the training for 0.3 ms.
         """
@@ -239,7 +240,7 @@ class Writer:
             self._heard.popleft()
 
     def _give_up(self, heard: bool) -> list[Message]:
-        """Gives up the oldest save, in place of a writer that does not run. Returns the failure."""
+        """Gives up the oldest save in place of a writer that does not run, and returns the failure; none if it runs."""
         orders = self._open.of(*SAVES)
         seconds = self._child.silence.lasts(bool(orders) and not self._child.channel.closed, heard, time.monotonic())
         if seconds is None:
@@ -327,7 +328,8 @@ class Writer:
 
     @property
     def _patience_s(self) -> float:
-        """How long `close` waits: for ever, unless no writer can be started and there is no save to commit or drain."""
+        """How long `close` waits: as long as it may, unless no writer can be started and there is no save to commit or
+        drain."""
         owed = self._open.of("commit", "drain")
         return math.inf if owed or not self._unstarted else UNTOLD_S
 

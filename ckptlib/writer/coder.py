@@ -349,7 +349,7 @@ def _work(
 ) -> _Work:
     try:
         tried = None if attempt is None else attempt(raw)
-    except MemoryError:  # the encoder below may raise it, too; without both, the chunk is stored as it is
+    except MemoryError:  # as in `frames.encode`: without memory for either, the chunk is stored as it is
         tried = Attempt(None, None)
     if codec is None or (tried is not None and tried.frame is not None):
         return _Work(tried, None, None, None, time.monotonic())

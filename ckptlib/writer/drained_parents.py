@@ -16,7 +16,7 @@ class DrainedParents:
     """Chooses the parents of one rank's saves on a local disk. The first save of a writer has none."""
 
     def __init__(self, known: Callable[[], Steps]) -> None:
-        """`known`: returns the store's steps, as they were last listed, from the first one on that `needs` names."""
+        """`known`: returns the store's steps from the first one of `needs` on, as they were last listed."""
         self._known = known
         self._parts: list[Part] = []
         """Newest last."""

@@ -66,7 +66,7 @@ class Failures:
             except (CkptError, OSError) as second:
                 if pause_s is None or not isinstance(second, StoreFull):
                     told = "step %d: the failure could not be published: %s"
-                    log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the publishing failed
+                    log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the trainer is told of the save
                     return
             finally:
                 tried.set()

@@ -1,4 +1,4 @@
-"""Finds packs that an earlier process put for the same save before it was killed: they need not be put again.
+"""Finds which of the packs that a process put for the same save before it was killed need not be put again.
 
 A pack of chunks as they are depends on the snapshot alone, but for the attempt in its name. So the pack that is to be
 put may be there already, under the name of another attempt. Neither name nor size is believed: the header must be the

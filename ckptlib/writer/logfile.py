@@ -38,7 +38,7 @@ def append_to(path: Path) -> BinaryIO:
 
 def _open_locked(name: str, flags: int) -> int:
     fd = os.open(name, flags | os.O_NOFOLLOW, 0o600)
-    with contextlib.suppress(OSError):  # without a lock, nobody can remove it
+    with contextlib.suppress(OSError):  # if the file system has no locks, `remove_old` leaves it
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
 
