@@ -84,7 +84,7 @@ class Attempts:
             self._session.snapshots.tell_unkept(step, error)
             return
         self._due.fail(error)
-        told = isinstance(error, SaveFailed)  # it names the step itself
+        told = isinstance(error, SaveFailed)  # its message says so already
         log.error("%s", error if told else f"step {step} could not be saved: {error}")
         self._session.listener.tell(Failed(step, error, tier="store"))
 

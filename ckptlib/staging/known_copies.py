@@ -49,7 +49,7 @@ class KnownPairs:
     def __init__(self) -> None:
         self._known: dict[_Destination, _Known] = {}
         self._sources: dict[int, Sequence[CopySource]] = {}
-        """The sources of each rank's last snapshot, by rank."""
+        """The sources of each rank's last snapshot, except lent ones, by rank."""
 
     def pairs_of(self, rank: int, slot: Slot, sources: Sequence[CopySource], offsets: tuple[int, ...]) -> list[Pairs]:
         """Returns the shards of a rank and their places in a slot. `offsets`: the same object as long as the layout is
