@@ -221,7 +221,8 @@ def load(
 
 
 def _best(step: int | str, metric: str | None, mode: str | None) -> Best | None:
-    """Returns the rule for the best step, or None if none was given. Raises ValueError if only a part was given."""
+    """Returns the rule for the best step; None if neither metric nor mode was given. Raises ValueError unless both
+    were, with step="best"."""
     if metric is None and mode is None:
         return None
     if step != "best" or metric is None:

@@ -94,9 +94,9 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     compete with the caller, which may have work to do before training goes on. The caller must know that every rank has
     a free slot: from the beat, or from `await_room`.
 
-    If ranks do not compare before, an error of this rank alone is published as its failure, and raised as SaveFailed,
-    unless a `state_dict()` raised it; the next save compares. An error after the ranks have begun the snapshot, such as
-    too little memory for the copies, fails it on all of them, and only a wait raises it.
+    If ranks do not compare before, an error of this rank alone is published as its failure, and raised: as SaveFailed,
+    or as it is if a `state_dict()` raised it. The next save compares. An error after the ranks have begun the snapshot,
+    such as too little memory for the copies, fails it on all of them, and only a wait raises it.
     """
     with session.stopwatch.stalled(), gc_pause.kept():
         return _save_step(session, order)

@@ -1,4 +1,4 @@
-"""Asks for record locks of other processes. They belong to a process and go with it; no child inherits any. No
+"""Finds record locks of other processes: these belong to a process, go with it, and no child inherits them. No
 torch."""
 
 from __future__ import annotations

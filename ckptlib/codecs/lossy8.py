@@ -2,8 +2,8 @@
 
 Optimizers divide by sums of squares: Adam steps by exp_avg / (sqrt(exp_avg_sq) + eps). Linear codes would round
 everything that is small beside the largest value of a block to zero, and the next step there would be exp_avg / eps. So
-the logarithmic codes have none between 0 and their smallest: positive numbers stay positive, and become too large
-rather than too small.
+the logarithmic codes have none between 0 and their smallest: positive numbers stay positive, and those below the
+smallest code become too large rather than 0.
 """
 
 from __future__ import annotations

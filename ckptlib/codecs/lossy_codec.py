@@ -45,7 +45,7 @@ class LossyCodec(Codec):
 
     lossless: ClassVar[bool] = False
     declared: ClassVar[float]
-    """The largest error of a number, as a fraction of the largest absolute value in its block of 256."""
+    """The largest error that a number may have, as a fraction of the largest absolute value in its block of 256."""
     code: ClassVar[npt.DTypeLike]
     """uint8 or uint16."""
     scaled: ClassVar[bool]

@@ -67,10 +67,8 @@ class OptimizerStep:
         self._pairer = Pairer(MAX_ELEMENTS)
 
     def try_sample(self, rule: UpdateRule, by: Scalars, old: Sequence[Words], new: Sequence[Words]) -> float | None:
-        """Returns the bytes of a sample's frame per byte of the sample; None if the rule does not fit.
-
-        Also checks that the sample comes back bit for bit.
-        """
+        """Returns the bytes of a sample's frame per byte of the sample; None if the rule does not fit, or if the sample
+        does not come back bit for bit."""
         sampled = _sample(len(old[0]))
         old, new = [array[sampled] for array in old], [array[sampled] for array in new]
         frame = self.encode(rule, by, old, new)
@@ -84,7 +82,7 @@ class OptimizerStep:
     def encode(self, rule: UpdateRule, by: Scalars, old: Sequence[Words], new: Sequence[Words]) -> bytes | None:
         """Returns the frame that makes `new` of `old`, or None if the rule does not fit.
 
-        The arrays are the rule's, with the same words in `old` and `new`, and up to MAX_ELEMENTS elements each.
+        The arrays are the rule's, of up to MAX_ELEMENTS elements; each has the same type of word in `old` and `new`.
         """
         count, scratch = len(new[0]), self._scratch
         assert 0 < count <= MAX_ELEMENTS

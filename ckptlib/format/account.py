@@ -36,7 +36,7 @@ MAX_WHY = 1000
 """The longest reason for the choice of an interval, in characters."""
 
 _NUMBERS = 11
-"""Numbers in a page besides the marks between the first and the last one."""
+"""Numbers in each half of a page, besides the marks between the first and the last one."""
 _HALF = struct.Struct(f"<{_NUMBERS + 3 * MAX_MARKS}d")
 _ENDS = (None, CLOSED, DIED)
 _TIERS = (None, *TIERS)
@@ -108,8 +108,8 @@ class Account:
 
 
 def ascending(marks: Iterable[Mark]) -> tuple[Mark, ...]:
-    """Returns the marks without any that lies below one before it: a last step that earlier versions noted before a
-    save that came behind it, or a save noted before a wait at the fence was counted."""
+    """Returns the marks without any that lies below one before it. Earlier versions noted a last step before the save
+    that came behind it; and a wait at the fence may not be counted yet when a save is noted."""
     kept: list[Mark] = []
     for mark in marks:
         step, trained_s, stalled_s = kept[-1] if kept else mark

@@ -193,7 +193,7 @@ def _search(outer: Box, pieces: Sequence[Box], effort: Effort) -> Box | None:
     """Returns a region that no piece covers, or None.
 
     Halves `outer` where the pieces of both halves are fewest, until a half is clear or its grid is small. A grid of all
-    edges at once grows with the power of the dims: a thousand boxes in 4 dims would take half a terabyte.
+    edges at once has their number to the power of the dims: a thousand boxes in 4 dims would take half a terabyte.
     """
     ndim = outer.ndim
     low = np.array([piece.offset for piece in pieces], dtype=np.int64).reshape(len(pieces), ndim)

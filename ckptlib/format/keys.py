@@ -267,7 +267,8 @@ def parse_part_key(key: str) -> PartName | None:
 
 
 def part_rank(key: str) -> int | None:
-    """Returns the rank whose share the part of this key holds; None if it failed or this is not the key of a part."""
+    """Returns the rank whose share the part of this key describes; None if that rank failed or this is not the key of
+    a part."""
     match = _PART_KEY.fullmatch(key)
     return None if match is None or match[6] is None else int(match[4])
 

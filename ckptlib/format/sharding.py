@@ -249,7 +249,8 @@ def _touched(size: int, cut: _Cut, start: int, stop: int) -> list[tuple[int, ...
 
 
 def _touched_strided(size: int, factor: int, num: int, start: int, stop: int) -> list[int]:
-    """Does this for one strided axis: all whole chunks but the first and the last touched have the same holders."""
+    """Does what `_touched` does, for one strided axis: the chunks between the first and the last touched one are whole,
+    and have the same holders."""
     found: set[int] = set()
     each = -(-size // factor)
     head, tail = start // each, (stop - 1) // each

@@ -31,7 +31,7 @@ Codes: TypeAlias = "npt.NDArray[np.int64]"
 def distinct(codes: Codes, bound: int) -> tuple[Codes, Codes, Codes]:
     """Returns the distinct codes, ascending; the position of one example of each; and each code's position among them.
 
-    All codes are below `bound`. If it is small they need not be sorted.
+    All codes are below `bound`. If it is small, this does not sort them.
     """
     if bound > 64 * (len(codes) + 64):
         return np.unique(codes, return_index=True, return_inverse=True)

@@ -63,8 +63,8 @@ class Keep:
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
     this period for bytes whose time has come. If the store is full, they are deleted after five minutes."""
     within: timedelta | None = None
-    """Steps taken no longer than this before the newest one stay, or committed so by the store's clock. A job that
-    pauses for a week loses nothing by it."""
+    """Steps taken no longer than this before the newest one stay, as do those committed no longer than this before it
+    by the store's clock. A job that pauses for a week loses nothing by it."""
     best: str | None = None
     """The steps with the best values of this metric stay, as rank 0 told `after_step` or `log`. NaN is never best."""
     mode: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Time between two questions. Clouds that warn do so 30 seconds before the end, or earlier."""
+"""Seconds between two questions. Clouds that warn do so 30 seconds before the end, or earlier."""
 
 
 def check_preempted(preempted: object) -> None:

@@ -21,7 +21,7 @@ LEFT_ALONE_S = 2.0
 
 A rank may be late by a second or two when all are told to stop: it waits for data, or its host is busy. The others wait
 for it in a collective, and a rank that leaves there takes the last save of the job with it. If one rank is dead, which
-is far more frequent, the restart comes later by this time. So it is no longer.
+is far more frequent, the restart comes later by this time. So this time is not longer.
 """
 
 LOOK_EVERY_S = 0.02
@@ -171,7 +171,7 @@ class _Handler:
             self._watch.note_step()
 
     def _is_told(self) -> bool:
-        """Returns whether SIGTERM comes here, or has come: a handler that was installed since has it to itself."""
+        """Returns whether SIGTERM comes here, or has come; if not, another handler was installed since, and has it."""
         watched = [stop for stop in self.open if not stop.alone]
         has_signal = signal.getsignal(signal.SIGTERM) == self.note
         return any(has_signal or stop.terminated_at is not None for stop in watched)

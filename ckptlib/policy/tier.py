@@ -12,7 +12,7 @@ from ckptlib.policy.when import Policy
 from ckptlib.policy.whole import check_whole
 
 KEEP_LAST = 2
-"""Steps that stay on local disks, whatever else is removed."""
+"""The number of newest steps that stay on local disks, whatever else stays."""
 
 MAX_UNDRAINED = 2
 """While a rank has this many steps on its disk that are to be drained, no other one is: one is being copied, one is
