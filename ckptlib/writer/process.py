@@ -84,7 +84,7 @@ class WriterProcess:
             self._unread.release()
 
     def _finish(self, closed: bool) -> None:
-        """Finishes all jobs. `closed`: whether the trainer closed the channel; if not, it is gone."""
+        """Finishes all jobs. `closed`: whether the trainer said that no more orders will come; if not, it is gone."""
         if self._account is not None:
             self._account.end()
         if closed:
