@@ -19,7 +19,7 @@ MAX_ROW = 1 << 14
 MIN_ROW = 64
 """A level costs some 6 bits, so that shorter rows share one."""
 _ROWS_SEEN = 64
-"""The most rows that the level of a column is computed from."""
+"""The level of a column is computed from fewer than twice as many rows."""
 
 
 class Model(IntEnum):

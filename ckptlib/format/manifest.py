@@ -134,7 +134,7 @@ class Generation:
 
 
 def _decode_best(fields: Fields) -> Best | None:
-    """Returns None for an unknown mode: only the word "best" depends on it."""
+    """Returns the rule, or None for one that this version does not know: only the word "best" depends on it."""
     metric, mode = fields.text("metric"), fields.text("mode")
     return Best(metric, mode) if metric and mode in MODES else None
 

@@ -31,7 +31,7 @@ class Base(NamedTuple):
     codec: str | None
     """Codec of these bytes; None: they are the chunk as it is."""
     digest: str
-    """Digest of the chunk, decoded. It has as many bytes as the chunk that refers to it."""
+    """Digest of the decoded base, which has as many bytes as the chunk that refers to it."""
 
 
 class Loss(NamedTuple):
