@@ -93,7 +93,7 @@ def overlapping(boxes: Sequence[Box]) -> list[Meeting]:
     """Returns the pairs of boxes with a common region. No two of `boxes` may be equal.
 
     Sweeps along the dim in which the fewest boxes meet: n log n for boxes that tile a tensor. Raises UnsupportedState
-    for more than MAX_PAIRS pairs.
+    for more than MAX_PAIRS pairs, and if more than MAX_CANDIDATES would have to be compared.
     """
     if len(boxes) < 2:
         return []
