@@ -298,8 +298,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return by_rank_0(registry.group(None), what, lambda: call().encode()).decode()
 
     def _settle_done(self) -> None:
-        """Forgets saves that are done on rank 0: ranks that learn of a failure at different times would raise it twice.
-        Raises SaveFailed, on all ranks, if one failed."""
+        """Forgets saves that are done, as rank 0 sees it: otherwise ranks, which learn of a failure at different times,
+        would raise it twice. Raises SaveFailed, on all ranks, if one failed."""
         mine = [each for each in self._under_way if each.token is self._token]
 
         def errors() -> str:

@@ -8,8 +8,8 @@ from ckptlib.errors import StateMismatch
 
 
 def checked_counts(state: Mapping[str, object], identity: Mapping[str, object], *counts: str) -> list[int]:
-    """Returns the values of `counts`, which are integers from 0. Raises StateMismatch if one is not, or a name is
-    missing."""
+    """Returns the values of `counts`, which are integers from 0. Raises StateMismatch if one is not, or if `state`
+    lacks a name of `counts` or `identity`."""
     missing = sorted({*counts, *identity} - state.keys())
     if missing:
         raise StateMismatch(

@@ -48,8 +48,8 @@ def outlast_signals(worker: int) -> None:
 
 
 def _has_taken_name() -> bool:
-    """Renames the process; returns False elsewhere than on Linux. There torch's handler stays, since an exit would wait
-    for GRACE_S."""
+    """Renames the process, and returns whether that worked. Only Linux has the call; elsewhere torch's handler stays,
+    since an exit would wait for GRACE_S."""
     libc = ctypes.CDLL(None)
     return hasattr(libc, "prctl") and libc.prctl(PR_SET_NAME, NAME.encode()) == 0
 

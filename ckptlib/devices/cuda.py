@@ -86,7 +86,7 @@ def unpin(address: int, nbytes: int, device: int) -> None:
 
 
 def is_pinned(address: int) -> bool:
-    """Returns whether the memory that begins here was pinned."""
+    """Returns whether the memory that begins here is pinned, all of it."""
     return address in _registered
 
 

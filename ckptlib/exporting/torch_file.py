@@ -90,8 +90,8 @@ def write_torch(
 
 
 def save_into(file: DirectFile, value: object) -> None:
-    """Appends `value` by `torch.save`. Raises OSError, which torch's writer turns into a RuntimeError about its
-    position."""
+    """Appends `value` by `torch.save`. Raises the OSError of a failed write itself: torch's writer turns it into a
+    RuntimeError about its position."""
     import torch
 
     try:

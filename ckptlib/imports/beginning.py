@@ -166,7 +166,7 @@ class _Needs:
         names = (*(leaf.name for leaf in flat.leaves), *flat.values, *flat.objects)
         self._named, self._names = named, [name for name in names if asked.wanted(name, whole=True)]
         self._ties: dict[str, list[str]] = {}
-        """Groups of tied names of the state, by the source's name of the first."""
+        """The source's names of what the state has tied, by the first of the state's names."""
         for name, first in flat.aliases.items():
             self._ties.setdefault(first, [named(first)]).append(named(name))
 

@@ -87,7 +87,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 def read_pickle(data: bytes, what: str) -> Any:
     """Returns the content of a pickle as dict, list, tuple, plain values, `Global`, `Made` and `Persistent`.
 
-    `what`: the source, for errors. Raises FormatError if the pickle is not whole.
+    `what`: the source, for errors. Raises FormatError if `data` is no whole pickle, or too large.
     """
     if len(data) > MAX_BYTES:
         raise FormatError(f"{what}: a pickle of {len(data)} bytes; expected at most {MAX_BYTES} beside the tensors")

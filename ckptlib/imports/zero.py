@@ -190,7 +190,7 @@ class Trained:
         return stored
 
     def _take(self, name: Any, kinds: Mapping[Any, Any], begin: int, start: int, numel: int) -> None:
-        """Records a run of a flat tensor for each kind, or the one value that all elements of the parameter share."""
+        """Records a run of a flat tensor for each kind, or a value that all parameters in the flat tensor share."""
         if name not in self.shapes:
             raise FormatError(
                 f"{self._where}: {str(name)[:200]} has optimizer state, but the model has no such parameter"

@@ -37,8 +37,8 @@ class LoadReport:
     committed: bool = True
     """Whether the store has it."""
     rounded: Mapping[str, float] = field(default_factory=dict)
-    """Largest error of each tensor that this rank read and that `codec=Lossy` had rounded, by name: a fraction of the
-    largest absolute value among the 256 numbers around."""
+    """Bound of the error of each tensor that this rank read and that `codec=Lossy` had rounded, by name: no number is
+    off by more than this fraction of the largest absolute value among the 256 numbers around it."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: look (for snapshots in memory), wait (for writers of the job before), list (the steps), bring
     (from peers), plan, read, spread (over ranks)."""

@@ -103,7 +103,8 @@ def rebuild(plan: LoadPlan, tree: Json, path: str, now: object, make: Make, dept
 
 
 def _subclass(plan: LoadPlan, kind: Mapping[str, Json], path: str, now: object) -> Callable[[], object]:
-    """Fills the instance that is there: none is ever made from the name of a class."""
+    """Plans to fill the instance that is there, and returns a function that returns it: none is ever made from the name
+    of a class."""
     now = now.value if isinstance(now, PerRank) else now
     if is_subclass(now):
         plan.fill_subclass(now, path, path, kind)

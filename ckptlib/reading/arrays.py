@@ -40,7 +40,8 @@ class Raw(NamedTuple):
 
 
 ALIGN_FROM_BYTES = 1 << 20
-"""Larger arrays begin on a page: numpy's own begin 16 bytes behind one, and the kernel copies slower to there."""
+"""Arrays of this size or more begin on a page: numpy's own begin 16 bytes behind one, and the kernel copies slower
+to there."""
 
 
 def empty(name: str, dtype: str, shape: Sequence[int]) -> Raw:

@@ -22,7 +22,7 @@ _NUMPY = {
 
 def framework_of(name: str | None) -> str:
     """Returns the framework of this name; None: torch if it is installed, else numpy. Raises ValueError for an unknown
-    name, ImportError if torch is not installed."""
+    name, ImportError for torch if it is not installed."""
     if name is None:
         return TORCH if _has_torch() else NUMPY
     if name not in _NAMES:

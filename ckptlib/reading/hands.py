@@ -16,7 +16,7 @@ B = TypeVar("B")
 class Hands:
     """Makes up to `num` calls at once.
 
-    A single one is made on the caller's thread: handing over 150 requests and their results wakes two threads each
+    If `num` is 1, the caller's thread makes them: handing over 150 requests and their results wakes two threads each
     time, which take the interpreter's lock from each other.
     """
 

@@ -102,7 +102,7 @@ class CheckpointReader:
 
     @property
     def rounded(self) -> Mapping[str, float]:
-        """Largest errors of the tensors read so far that `codec=Lossy` had rounded: see `LoadReport.rounded`."""
+        """Bounds of the errors of tensors read so far that `codec=Lossy` had rounded: see `LoadReport.rounded`."""
         return dict(self._reader.rounded)
 
     def keys(self) -> list[str]:

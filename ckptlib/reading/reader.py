@@ -96,7 +96,7 @@ class StepReader(ABC, Generic[T]):
         self._own_layout = next(digest for digest, ranks in self._ranks.items() if self._own <= ranks)
         self.nbytes_read = 0
         self.rounded: dict[str, float] = {}
-        """Largest error by name, of tensors that are not exactly as they were saved: see `LoadReport.rounded`."""
+        """Bound of the error by name, of tensors that are not exactly as they were saved: see `LoadReport.rounded`."""
 
     @abstractmethod
     def target(self, memory: T) -> Target:

@@ -117,7 +117,7 @@ class Target(ABC):
         self.memory = memory
         self.dtype, self.numel, self.is_row_major = dtype, numel, is_row_major
         self.address = address
-        """Address of the memory if that is on the host and holds plain bytes; else None."""
+        """Address of the memory if that is on the host and its bytes are the value; else None."""
 
     def takes_bytes(self, dtype: str) -> bool:
         """Returns whether elements of this dtype go there as they are, by address."""

@@ -151,7 +151,7 @@ def _runs(
 
 
 def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
-    """Cuts chunks into runs with small gaps, of about RUN_BYTES, or one larger chunk."""
+    """Cuts chunks into runs with small gaps, each of at most RUN_BYTES, or of one larger chunk."""
     offsets, stored = pack.part.table.offsets, pack.part.stored
     run: list[int] = []
     start = end = 0
