@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def await_others(session: Session) -> None:
-    """Waits until what these have under way by now is saved, or has failed: otherwise a restore would take an older
-    step, or begin anew, and the first save after it would be their end. Collective. Raises WaitTimeout."""
+    """Waits until what the session's `others` have under way by now is saved, or has failed: otherwise a restore would
+    take an older step, or begin anew, and the first save after it would be their end. Collective. Raises
+    WaitTimeout."""
 
     def wait() -> None:
         for other in session.others:

@@ -264,7 +264,7 @@ class Remote:
         good, length, text = _VERDICT.unpack(verdict)
         if not good:
             name, _, reason = text[:length].decode(errors="replace").partition(": ")
-            kind = _SAID.get(name, ObjectUnreadable)  # of another class, only its name is known
+            kind = _SAID.get(name, ObjectUnreadable)  # of another class, all that is known is that it failed
             raise kind(f"rank {self._link.global_rank(self._frm)} says: {reason}")
         with self._lock:
             self.nbytes_received += len(buffer)

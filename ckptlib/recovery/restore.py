@@ -278,8 +278,8 @@ def _restore_from(
 
 @contextmanager
 def _closed_together(source: InMemory | OnDisks) -> Iterator[None]:
-    """Closes the source in the end, together with the other ranks if all come there: errors that are not ckptlib's may
-    be this rank's alone."""
+    """Closes the source in the end, together with the other ranks if all come there. AgreementFailed, and an error that
+    is not ckptlib's, may be this rank's alone."""
     together = False
     try:
         yield

@@ -179,7 +179,7 @@ class LocalStore(Store):
 
     @override
     def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
-        """Removes only regular files with a name of ours: other files belong to somebody else. They tell no key."""
+        """Removes only regular files with a name of ours, which tells no key: other files belong to somebody else."""
         path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:
