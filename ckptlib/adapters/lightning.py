@@ -189,7 +189,8 @@ class CkptlibCheckpointIO(CheckpointIO):
             self._removing[where] = _Removal(behind, done)
 
     def _remove_behind(self, where: str, published: list[Future[SaveId | None]]) -> None:
-        """Removes a file after other saves, on their publishing thread; other Trainers' have own deadlines."""
+        """Removes a file after other saves, on the thread that publishes them; those of other Trainers end by
+        their own deadlines."""
         wait(published)
         if any(saved.cancelled() or saved.exception() is not None for saved in published):
             log.warning("%s stays: a save failed that may have been to take its place", where)
@@ -313,7 +314,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         return self._steps[root] + 1
 
     def _alone(self) -> dist.ProcessGroup | None:
-        """Returns a group of this rank alone: Lightning calls on rank 0 only."""
+        """Returns a group of this rank alone, or None in a job of one rank: Lightning calls on rank 0 only."""
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._group

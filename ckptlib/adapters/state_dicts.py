@@ -54,7 +54,7 @@ def model_of(optim: Optimizer, states: Mapping[str, object]) -> nn.Module | None
 
 
 def asked(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    """Returns the same dict, with the state of each object that gives one.
+    """Returns the same entries, with the state of each object that gives one.
 
     Asks them in the order of their keys, as a `state_dict()` may be a collective and ranks may have added the entries
     in different orders.

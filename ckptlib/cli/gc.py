@@ -154,7 +154,7 @@ def _used(catalog: Catalog, result: Sweep) -> dict[SaveId, Used]:
 
 
 def _sizes(store: Store) -> dict[PackSet, int]:
-    """Returns the bytes of every set of packs."""
+    """Returns how many bytes every set of packs has."""
     sizes: dict[PackSet, int] = {}
     for entry in store.scan(keys.PACKS):
         found = keys.pack_set(entry.key)
@@ -164,7 +164,7 @@ def _sizes(store: Store) -> dict[PackSet, int]:
 
 
 def _size(sizes: Mapping[PackSet, int], save: SaveId) -> int:
-    """Returns the bytes of all packs of a save."""
+    """Returns how many bytes all packs of a save have."""
     return sizes.get(PackSet(save), 0) + sizes.get(PackSet(save, carried=True), 0)
 
 

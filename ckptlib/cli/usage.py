@@ -120,7 +120,7 @@ class Usage:
         return found
 
     def _count(self, stretches: _Stretches, saves: list[SaveId]) -> int:
-        """Returns the bytes of a pack that any step needs. Adds those that only one step needs to its `own`."""
+        """Returns how many bytes of a pack any step needs. Adds those that only one step needs to its `own`."""
         nbytes = np.diff(stretches.edges)
         for number in np.unique(stretches.owners[stretches.owners >= 0]):
             self.steps[saves[number]].own += int(nbytes[stretches.owners == number].sum())

@@ -98,7 +98,7 @@ class ResumableSampler(Sampler[list[int]]):
             epoch, consumed = self._after(epoch, consumed + self.global_batch)
 
     def __len__(self) -> int:
-        """Returns the batches of a whole epoch; one less in epochs whose first items filled up the batch before."""
+        """Returns the number of batches of a whole epoch; one less if its first items filled up the batch before."""
         return self.length // self.global_batch if self.drop_last else -(-self.length // self.global_batch)
 
     def advance(self) -> None:

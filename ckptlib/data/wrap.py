@@ -18,7 +18,8 @@ def resumable(loader: DataLoader[Any]) -> ResumableLoader:
 
     `loader`: torch's own DataLoader, with any workers and any prefetching. With a data set that has a length, each item
     comes once per epoch, also when the world size changes within it; the loader takes a ResumableSampler as its
-    batch_sampler. With an IterableDataset, that holds while world size and workers stay as they are.
+    batch_sampler. With an IterableDataset, it gives the batches that follow only while world size and workers stay as
+    they are.
     """
     if callable(getattr(loader, "state_dict", None)):
         raise TypeError(

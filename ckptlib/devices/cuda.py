@@ -143,7 +143,7 @@ def _exchange() -> Callable[..., int] | None:
 
 
 def idle_in_private_pools(device: torch.device) -> int:
-    """Returns the bytes that the allocator keeps for graphs alone: no room for anybody else, whether a graph uses them
+    """Returns how many bytes the allocator keeps for graphs alone: no room for anybody else, whether a graph uses them
     now or not."""
     segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []  # type: ignore[no-untyped-call]
     return sum(

@@ -87,7 +87,8 @@ class _Walk(Visitor[Setter]):
 
     @override
     def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
-        """Makes a list of plain values as long as it was when it was saved, such as one of losses that grows."""
+        """Plans to make a list of plain values, such as one of losses that grows, as long as it was when it was saved.
+        Returns the entries that stay."""
         if not isinstance(node, list) or not all(map(is_plain, node)):
             return node
         return node[: self._lists.add(node, path)]
@@ -196,7 +197,7 @@ class _Walk(Visitor[Setter]):
         return buffer.new_empty(entry.shape), Holder(module, attribute)
 
     def _add_made(self, tensor: torch.Tensor, name: str, holder: Holder, given: Given) -> None:
-        """Fills a tensor that hooks made, which then goes back through `load_state_dict()`."""
+        """Plans to fill a tensor that hooks made, which then goes back through `load_state_dict()`."""
         if tensor.device.type == "meta":
             if self._plan.wanted(name):
                 self._plan.mismatch(
@@ -209,7 +210,7 @@ class _Walk(Visitor[Setter]):
             given.setdefault(id(holder.module), (holder.module, {}))[1][holder.name] = tensor
 
     def _add_other(self, value: object, name: str, holder: Holder, given: Given, device: torch.device | None) -> None:
-        """Rebuilds an entry that is no tensor, such as a list of some, which then goes back through
+        """Plans to rebuild an entry that is no tensor, such as a list of some, which then goes back through
         `load_state_dict()`."""
         known = given.get(id(holder.module), (holder.module, {}))
         if add_object(self._plan, name, lambda: value, partial(setitem, known[1], holder.name), device):

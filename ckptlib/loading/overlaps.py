@@ -123,7 +123,7 @@ def _meeting(wants: Sequence[TensorWant]) -> Iterator[list[Span]]:
 
 
 def _extent(piece: torch.Tensor) -> int:
-    """Returns the bytes from its first to its last element."""
+    """Returns how many bytes lie from its first to its last element."""
     if piece.is_contiguous():
         return piece.nbytes
     return (sum(step * (size - 1) for step, size in zip(piece.stride(), piece.shape, strict=True)) + 1) * piece.itemsize

@@ -40,12 +40,12 @@ def storage(
 
 
 def num_puts(nbytes: int) -> int:
-    """Returns the requests that put one object to S3: one, or one for each part and two to begin and complete it."""
+    """Returns how many requests put one object to S3: one, or one for each part and two to begin and complete it."""
     if nbytes < PART_NBYTES:
         return 1
     return -(-nbytes // part_nbytes(nbytes, PART_NBYTES, LARGE_PART_NBYTES, EVEN_PARTS, MOST_PARTS - 1)) + 2
 
 
 def num_requests(nbytes: float, num_ranks: int) -> int:
-    """Returns the most requests of one checkpoint: each rank's pack, part and listings, and rank 0's commit."""
+    """Returns the most requests that one checkpoint takes: each rank's pack, part and listings, and rank 0's commit."""
     return num_ranks * (num_puts(int(nbytes / num_ranks)) + 2) + 12
