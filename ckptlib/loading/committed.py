@@ -20,7 +20,7 @@ def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None =
 
 
 def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
-    """Returns the manifest of the step that `resolve` returns."""
+    """Returns the manifest of the step that `resolve` returns. Collective."""
     return _read_once(group, catalog, f"resolving step {step}", lambda: resolve_as_put(catalog, step, best))
 
 

@@ -43,8 +43,8 @@ def tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> 
 
 
 def tell_nothing_fits(step: int, wanted: Targets, generators: str) -> None:
-    """Warns that a load which is not strict leaves all of this rank's state as it is: otherwise somebody would train,
-    or evaluate, with the initial state. `generators`: as above."""
+    """Warns if a load that is not strict leaves all of this rank's state as it is: otherwise somebody would train, or
+    evaluate, with the initial state. `generators`: as above."""
     lacked = [name for name in wanted.missing if not name.startswith(generators)]
     if lacked and not wanted.values and all(want.name.startswith(generators) for want in wanted.wants):
         log.warning(
