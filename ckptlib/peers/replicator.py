@@ -119,7 +119,8 @@ class Replicator:
         peers: Peers,
         make_arena: Callable[[], Arena],
     ) -> None:
-        """Connects. Collective over `over`, the ranks of the placement. `make_arena`: for the replicas of one rank."""
+        """`over`: the ranks of the placement; call `connect` before the first snapshot. `make_arena`: for the replicas
+        of one rank."""
         self._over = over
         self._rank = rank
         self._world_size = len(placement.domains)
@@ -140,7 +141,6 @@ class Replicator:
         self._connect_within = peers.timeout
         self._link: Link | None = None
         self._broken: Link | None = None
-        self.connect()
 
     def start(self) -> None:
         """Starts the threads. Raises RuntimeError."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import Replicator
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import together, together_while_all_live
 from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.peer_link import PeerLink
 from ckptlib.saving.settings import Settings
@@ -71,6 +71,7 @@ def open_memory(
         replicator = None
         if peers is not None and placement is not None:
             replicator = Replicator(over, group.rank, placement, peers, lambda: make_arena(writer, pin=False))
+            together_while_all_live(group, "connecting peers", replicator.connect)
 
         def on_held(step: int) -> None:
             writer.held(SaveId(step, lineage.generation))

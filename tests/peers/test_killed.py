@@ -7,9 +7,12 @@ import random
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import forked
+from places import WORKERS
 from workers.peers_bench import MEMORY, PAGE_BYTES
 
 slow = pytest.mark.slow
@@ -64,6 +67,13 @@ def test_killed_while_a_snapshot_is_made(make: Any, cases: list[tuple[str, int, 
     cluster.start("AB", total=total)
     assert (cluster.restored(), cluster.received()) == (expected, received), cluster.story()
     cluster.finish()
+
+
+def test_before_it_connects_for_the_first_time(tmp_path: Path) -> None:
+    """The other rank is told long before it has waited for as long as a peer may take."""
+    codes, output = forked(WORKERS / "dead_peer.py", 2, tmp_path, timeout_s=60, each=True)
+    assert codes == [0, -signal.SIGKILL], output
+    assert "told: agreement among 2 ranks failed on rank 0: rank 1 is gone" in output, output
 
 
 def test_a_host_lost_behind_a_restart_whose_step_had_no_replicas_yet(make: Any) -> None:

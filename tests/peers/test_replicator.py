@@ -300,6 +300,7 @@ def test_ranks_that_connect_anew_hold_up_the_training_for_seconds(monkeypatch: p
     over: Any = object()
     delays = [0.0, 0.0]
     ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(minutes=1)), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks.connect()
     ranks.drop_link()
     ranks._broken = None
     ranks.connect()
@@ -309,10 +310,12 @@ def test_ranks_that_connect_anew_hold_up_the_training_for_seconds(monkeypatch: p
     delays = [0.0, 0.05]
     ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(minutes=1)), lambda: None)  # type: ignore[arg-type, return-value]
     ranks.connect()
+    ranks.connect()
     assert given[1] >= timedelta(seconds=0.2)
     given.clear()
     delays = [0.0, 0.01]
     ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(0)), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks.connect()
     ranks.connect()
     assert given == [timedelta(0)] * 2, "no longer than a peer may take"
 
