@@ -14,9 +14,10 @@ from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.unreadable import UNREADABLE
-from ckptlib.errors import StoreError
+from ckptlib.errors import ObjectNotFound, StoreError
 from ckptlib.format import gc_pause
 from ckptlib.format.keys import PartName, SaveId, pack_save
+from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.increment import unchanged
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 KEPT = 5
 """Parts that are remembered: commits may come several saves late."""
+
+RECORD_WITHIN_S = 5.0
+"""How long a rank waits for the record of its generation, which rank 0's writer puts as its own first save begins."""
 
 
 def keep_few(parts: list[Part], parent: Part | None) -> None:
@@ -120,7 +124,7 @@ class Parents:
     def _find(self, snapshot: Snapshot) -> Part | None:
         """Returns the part of a step that this writer has not put, if it can be a parent once the step is committed."""
         known = self._known
-        save = self._start(snapshot.header.save) if known is None else known.save
+        save = self._start(snapshot) if known is None else known.save
         if save is None:
             return None
         try:
@@ -149,20 +153,31 @@ class Parents:
             self._seen.note(pack.key, known.read_at)
         return part
 
-    def _start(self, save: SaveId) -> SaveId | None:
+    def _start(self, snapshot: Snapshot) -> SaveId | None:
         """Returns the newest committed save of the generation, else the one that it resumed from."""
-        steps = self._catalog.steps()
+        steps, save = self._catalog.steps(), snapshot.header.save
         own = [other for other in steps.saves if other.generation == save.generation and other != save]
         if own:
             return own[-1]
         if not steps.saves:
             return None
         try:
-            resumed = self._origin or self._catalog.generation(save.generation).resumed_from
+            resumed = self._origin or self._record(snapshot).resumed_from
         except UNREADABLE as error:
             log.warning("step %d is written whole: what the job resumed from cannot be told: %s", save.step, error)
             return None
         return resumed if resumed is not None and steps.has(resumed) else None
+
+    def _record(self, snapshot: Snapshot) -> Generation:
+        """Returns the record of the snapshot's generation. Raises one of UNREADABLE."""
+        deadline, pauses = time.monotonic() + RECORD_WITHIN_S, Pauses(self._catalog.store)
+        while True:
+            try:
+                return self._catalog.generation(snapshot.header.save.generation)
+            except ObjectNotFound:
+                if snapshot.header.rank == 0 or time.monotonic() >= deadline:
+                    raise
+            time.sleep(pauses.next())
 
 
 def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None:

@@ -252,6 +252,30 @@ def test_a_lost_record_of_the_generation(job: SmallJob, caplog: pytest.LogCaptur
     assert "is written whole: what the job resumed from cannot be told" in caplog.text
 
 
+@pytest.mark.parametrize("late_s", [module.RECORD_WITHIN_S / 2, None])
+def test_a_record_that_rank_0_has_yet_to_put(
+    late_s: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a job saves to a root with steps of which it has restored none."""
+    with no_chance():
+        job = SmallJob(world_size=2)
+        clock = Clock(monkeypatch)
+        first = job.save_and_commit()
+        job.begin(first, 2)
+        record = job.store.get(job.generation.key)
+        job.store.delete(job.generation.key, keys.copy_key(job.generation.key))
+        if late_s is not None:
+            clock.at[late_s] = lambda: job.store.put(job.generation.key, record)
+        parent, _ = job.writers[1].persister._parents.choose(snapshot(job, job.begin_save(), 1), 0.0)
+    if late_s is None:
+        assert parent is None
+        assert clock.now < 2 * module.RECORD_WITHIN_S
+    else:
+        assert parent is not None
+        assert parent.save == first
+        assert not caplog.records
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_world_size_begins_whole(world_size: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its ranks hold other shards. That is nothing to warn of."""
