@@ -159,7 +159,8 @@ class Drain:
             name = part_there(self._disk, save, self._rank)
             if name is None:
                 raise SaveFailed(f"step {save.step}: {self._disk.store.url} has no part of rank {self._rank} to drain")
-            return self._disk.part(name), name.key, self._disk.store.get(name.key)
+            document = self._disk.store.get(name.key)
+            return self._disk.decode_part(name, document), name.key, document
         except StoreError as error:
             raise _unreadable(save.step, error) from error
 

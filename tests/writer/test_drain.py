@@ -389,6 +389,21 @@ def test_frames_that_the_disk_has_altered_are_never_committed(direct: Direct) ->
     assert not [*direct.bench.root.glob("parts/*/*")]
 
 
+def test_the_part_that_is_put_is_the_one_that_was_checked(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committer does not read it if its table is known: a part that is altered there is found by the load."""
+    part = direct.saved(1, nbytes=1000)
+    key, read, store = part.encode()[0].key, LocalStore.get, direct.local.store
+    sound = store.get(key)
+    reads = iter([sound])
+
+    def get(of: LocalStore, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return next(reads, b"altered") if of is store and name == key else read(of, name, offset, nbytes)
+
+    monkeypatch.setattr(LocalStore, "get", get)
+    direct.drain.copy(part.save)
+    assert (direct.bench.root / key).read_bytes() == sound
+
+
 def test_what_a_drain_before_has_put_without_a_look_is_looked_at(direct: Direct) -> None:
     """As one leaves it that was killed, or for which the store failed."""
     part = direct.saved(1)
