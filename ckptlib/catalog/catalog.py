@@ -296,7 +296,10 @@ class Catalog:
         """Returns the trash record of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
         if save in self._trash:
             return self._trash[save]
-        record = TrashRecord.decode(save, self.store.get(save.trash_key), f"{self.store.url}/{save.trash_key}")
+        where = f"{self.store.url}/{save.trash_key}"
+        record = decoded(
+            self.store, lambda: self.store.get(save.trash_key), lambda data: TrashRecord.decode(save, data, where)
+        )
         if record.created:  # a save that never was a step may be committed after all, and dropped again
             self._trash[save] = record
         return record
@@ -316,6 +319,10 @@ class Catalog:
     def part(self, name: PartName) -> Part:
         """Returns a part, checked against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
         return decoded(self.store, lambda: self.store.get(name.key), lambda data: self.decode_part(name, data))
+
+    def part_alone(self, name: PartName) -> Part:
+        """Returns a part without reading its layout, so it is checked against its name only. Raises as `part` does."""
+        return decoded(self.store, lambda: self.store.get(name.key), lambda data: Part.decode(name, data))
 
     def decode_part(self, name: PartName, data: bytes) -> Part:
         """Decodes and checks a part, as `part` does, from its bytes."""

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
 from ckptlib.catalog.elapsed import Elapsed
+from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.catalog.history import newest_first, unfinished_from
 from ckptlib.catalog.late_commit import check_found, check_packs, stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
@@ -41,7 +42,7 @@ from ckptlib.format import keys
 from ckptlib.format.check import alike
 from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.manifest import Manifest, ranks_by_layout
-from ckptlib.format.part import FailedPart, PartHead, uses_digest
+from ckptlib.format.part import PartHead, uses_digest
 from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
@@ -222,14 +223,12 @@ class Committer:
             names, missing = choose_parts(found, world_size)
             if unswept and missing and 0 in found:
                 self._doubted = None  # no committer has had all parts so far, so none has put a manifest
-            if taken_over and not left:
-                raise_if_failed(self.catalog, save, found)
-            elif not left:  # an import that is resumed finds the failure that its first try published
-                _raise_failure(self.catalog, save, found)
+            if not left:  # an import that is resumed finds the failure that its first try published
+                raise_if_failed(self.catalog, save, found, final=taken_over)
             if not missing:
                 return self.commit(save, names, elapsed, left)
             if seconds_left() <= 0:
-                _raise_failure(self.catalog, save, found)
+                raise_if_failed(self.catalog, save, found, final=False)
                 who = f"{len(missing)} of {world_size} ranks: {listed(missing, 16)}"
                 raise SaveFailed(f"step {save.step}: no part came from {who}")
             if time.monotonic() >= next_check:
@@ -338,21 +337,6 @@ def choose_parts(found: Mapping[int, Sequence[PartName]], world_size: int) -> tu
     good = max(by_number.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
     missing = [rank for rank in range(world_size) if rank not in good]
     return [good[rank] for rank in sorted(good)], missing
-
-
-def raise_if_failed(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[PartName]] | None = None) -> None:
-    """Raises SaveFailed if a rank has published that its part will not come, or rank 0 that it gave up. That is final:
-    others act upon it. `found`: the parts that are there, if they are known."""
-    found = catalog.parts(save) if found is None else found
-    _raise_failure(catalog, save, found)
-    _raise_failure(catalog, save, {0: [name for name in found.get(0, []) if not name.ok]})
-
-
-def _raise_failure(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[PartName]]) -> None:
-    for rank, names in found.items():
-        if names and not any(name.ok for name in names):
-            failure = FailedPart.decode(names[0], catalog.store.get(names[0].key))
-            raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
 
 
 def finish_saves(catalog: Catalog, generation: GenerationId, to_go_on: bool = False) -> list[SaveId]:

@@ -26,12 +26,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import StepObjects, check_there
 from ckptlib.catalog.unreadable import UNREADABLE
@@ -185,7 +187,8 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
     for record in reversed(lineage):
         target.shared.put_generation(record.id, source.shared.document(record.id.key))
     for name in manifest.parts:
-        put_new(target.store, name.key, checked(name, source.store.get(name.key)))
+        part = decoded(source.store, partial(source.store.get, name.key), partial(checked, name))
+        put_new(target.store, name.key, part)
     left = (
         "the step is not there, but records of its generations are. If that job ends with Superseded by them, ckptlib "
         f"ls --all {target.store.url} lists what it has saved, and ckptlib rewind goes back to it"

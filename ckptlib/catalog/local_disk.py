@@ -26,7 +26,6 @@ from ckptlib.errors import (
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.manifest import Root
-from ckptlib.format.part import Part
 from ckptlib.stores import Entry, Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.probe import PREFIX as PROBE
@@ -261,7 +260,7 @@ class DiskSweeper:
         return {*self._layouts.values()}
 
     def _layout_of(self, name: PartName) -> str:
-        return keys.layout_key(Part.decode(name, self._disk.store.get(name.key)).table.layout)
+        return keys.layout_key(self._disk.part_alone(name).table.layout)
 
     def _packs_of(self, name: PartName) -> frozenset[str]:
         return frozenset(pack.key for pack in self._disk.part(name).packs)

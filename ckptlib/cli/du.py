@@ -81,7 +81,7 @@ def _documents(catalog: Catalog) -> Iterator[tuple[SaveId, Manifest | Part | Ckp
     def part_of(item: tuple[SaveId, PartName | Manifest | CkptError]) -> tuple[SaveId, Manifest | Part | CkptError]:
         save, name = item
         if isinstance(name, PartName):
-            return save, attempt(lambda: Part.decode(name, catalog.store.get(name.key)))
+            return save, attempt(partial(catalog.part_alone, name))
         return save, name
 
     saves = catalog.saves()

@@ -12,6 +12,7 @@ from functools import partial
 from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.codings import Codings
+from ckptlib.catalog.failed_parts import failure
 from ckptlib.catalog.goodput import Start, goodput
 from ckptlib.catalog.history import history, limits_of
 from ckptlib.catalog.metrics import best_of, numeric
@@ -175,7 +176,7 @@ def _contents(
             break
         chosen.append(manifest)
     names = [name for manifest in chosen for name in manifest.parts]
-    reads = each(lambda name: attempt(lambda: Part.decode(name, catalog.store.get(name.key))), names)
+    reads = each(lambda name: attempt(partial(catalog.part_alone, name)), names)
     found: dict[SaveId, Content] = {}
     codings: Codings | None = None
     for manifest in chosen:
@@ -259,7 +260,7 @@ def _errors(catalog: Catalog, names: Sequence[PartName], problems: Problems) -> 
     """Returns the errors that ranks published for one save."""
 
     def read(name: PartName) -> FailedPart | CkptError:
-        return attempt(lambda: FailedPart.decode(name, catalog.store.get(name.key)))
+        return attempt(partial(failure, catalog, name))
 
     found: dict[int, str] = {}
     for name, failed in zip(names[:MAX_WORDS], each(read, names[:MAX_WORDS]), strict=True):

@@ -9,6 +9,7 @@ from functools import partial
 
 from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.failed_parts import failure
 from ckptlib.catalog.goodput import Goodput, goodput
 from ckptlib.catalog.history import history
 from ckptlib.catalog.resolving import TRIES
@@ -17,7 +18,6 @@ from ckptlib.format import keys
 from ckptlib.format.account import Account
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Manifest
-from ckptlib.format.part import FailedPart
 from ckptlib.reporting.gather import INTERVAL
 from ckptlib.reporting.records import Times
 from ckptlib.reporting.times import marks_of, times_of
@@ -167,7 +167,7 @@ class Watcher:
             if name.ok:
                 parts.setdefault(name.save, set()).add(name.rank)
             elif name.save not in self._failed:
-                said = attempt(lambda name=name: FailedPart.decode(name, store.get(name.key)))  # type: ignore[misc]
+                said = attempt(partial(failure, self._catalog, name))
                 if isinstance(said, CkptError):
                     all_read = isinstance(said, ObjectNotFound) and all_read
                 else:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, choose_parts, raise_if_failed
+from ckptlib.catalog.commit import Committer, choose_parts
 from ckptlib.catalog.elapsed import Elapsed
+from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.catalog.uses import DROPPED

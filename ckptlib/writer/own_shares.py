@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import raise_if_failed
+from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.errors import CkptError, FormatError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part

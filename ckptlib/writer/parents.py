@@ -13,6 +13,7 @@ import time
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.pauses import Pauses
+from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import ObjectNotFound, StoreError
 from ckptlib.format import gc_pause
@@ -144,7 +145,8 @@ class Parents:
         if manifest.world_size != self._world_size:
             return None
         name = manifest.parts[snapshot.header.rank]
-        return _decoded(name, self._catalog.store.get(name.key), snapshot)
+        store = self._catalog.store
+        return decoded(store, lambda: store.get(name.key), lambda document: _decoded(name, document, snapshot))
 
     def _take(self, known: KnownOrigin, snapshot: Snapshot) -> Part | None:
         """Returns the part as the trainer has read it. Its packs were there when the job restored."""

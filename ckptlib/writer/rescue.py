@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import HEAD_EVERY_S, Committer, choose_parts, raise_if_failed
+from ckptlib.catalog.commit import HEAD_EVERY_S, Committer, choose_parts
+from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.catalog.history import last_step
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, StoreTimeout, Superseded
 from ckptlib.format.keys import SaveId

@@ -13,13 +13,15 @@ from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.catalog.resolving import resolve_as_put
 from ckptlib.catalog.step_objects import step_objects
-from ckptlib.errors import CorruptData, FormatError
+from ckptlib.catalog.uses import DROPPED
+from ckptlib.errors import CorruptData, FormatError, SaveFailed
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId
-from ckptlib.format.manifest import Manifest, Root
+from ckptlib.format.manifest import Manifest, Root, TrashRecord
 from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.reader import Reader
 from ckptlib.ranks.group import SoloGroup
@@ -29,6 +31,7 @@ from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
 from ckptlib.verify.root import verify_save
+from ckptlib.writer.persist import put_failure
 
 SIZES = {"small": 1000, "large": 1 << 20}
 CHUNK_BYTES = 1 << 19
@@ -171,6 +174,24 @@ def test_a_committer_reads_a_part_again(tmp_path: Path) -> None:
         assert committer.commit(save, names).created == 0.0
         assert store.flips == 0
         assert catalog.is_committed(save)
+
+
+def test_what_a_rank_said_and_what_retention_said_is_read_again(tmp_path: Path) -> None:
+    store = NoisyDocuments(str(tmp_path))
+    store.is_local = False
+    catalog = Catalog(store)
+    save = SaveId(1, make_generation(catalog))
+    store.put(save.trash_key, TrashRecord(save, DROPPED).encode())
+    put_failure(store, save, 1, "no room")
+    store.prefix, store.flips = "trash/", 1
+    assert catalog.trash_record(save).reason == DROPPED
+    assert store.flips == 0
+    store.prefix, store.flips = "parts/", 1
+    with pytest.raises(SaveFailed, match="rank 1 failed: no room"):
+        raise_if_failed(catalog, save)
+    store.flips = 1000
+    with pytest.raises(SaveFailed, match="rank 1 failed: why cannot be read: parts/"):
+        raise_if_failed(catalog, save)
 
 
 def test_verify_reads_again_and_tells_only_what_stays(tmp_path: Path) -> None:

@@ -405,6 +405,20 @@ def test_what_cannot_be_read_is_no_parent(job: SmallJob, what: str, how: str, ca
     assert f"step 2 is written whole, since step {first.step} cannot be read" in caplog.text
 
 
+def test_a_part_that_a_network_altered_on_the_way_is_read_again(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = job.save_and_commit()
+    job.restart(0)
+    [key] = job.keys("parts/")
+    read, reads = job.store.get, [b"altered"]
+
+    def get(at: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return reads.pop() if at == key and reads else read(at, offset, nbytes)
+
+    monkeypatch.setattr(job.store, "get", get)
+    assert chosen(job) == first
+    assert not reads
+
+
 @pytest.mark.parametrize("how", ["torn", "gone"])
 def test_a_lost_layout_is_put_again_by_the_save_that_has_the_same(job: SmallJob, how: str) -> None:
     """It is that of the snapshot, so it is not read as a parent is looked for."""

@@ -33,6 +33,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
+from ckptlib.stores.testing import flip_bit
 from ckptlib.testing import write_plan
 from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
 from ckptlib.writer.begin_order import BeginOrder
@@ -661,9 +662,11 @@ def test_who_asks_for_a_save_of_another_rank_is_told_that_a_newer_job_has_begun(
     assert ("has begun" if newer else "rank 0 failed: gave up") in found["error"]
 
 
-@pytest.mark.parametrize(("parts", "differ"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("parts", "differ", "damaged"), [(1, False, False), (2, False, False), (2, True, False), (2, False, True)]
+)
 def test_who_asks_for_what_rank_0_gave_up_behind_all_parts_is_told_in_doubt(
-    bench: Bench, parts: int, differ: bool
+    bench: Bench, parts: int, differ: bool, damaged: bool
 ) -> None:
     """Its manifest may have been put, though that was not answered, and may come late. Without a part there is none,
     nor where replicas differ."""
@@ -675,13 +678,15 @@ def test_who_asks_for_what_rank_0_gave_up_behind_all_parts_is_told_in_doubt(
                 header = bench.slots[rank].read_header()
                 bench.slots[rank].write_header(replace(header, check=Check(1, rank, 0)))
             Persister(store, executor, rank, 2).persist(bench.slots[rank], save)
-        put_failure(store, save, 0, "gave up")
+        name = put_failure(store, save, 0, "gave up")
+    if damaged:
+        flip_bit(bench.root / name.key, 100)
     writer = bench.writer(rank=1, world_size=2)
     writer.watch(save, WAIT_S)
     found = hear(writer, "failed")
     in_doubt = parts == 2 and not differ
     assert (found["kind"], found["seen"], found.get("in_doubt", False)) == ("SaveFailed", True, in_doubt)
-    assert "rank 0 failed: gave up" in found["error"]
+    assert f"rank 0 failed: {'why cannot be read' if damaged else 'gave up'}" in found["error"]
 
 
 def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
