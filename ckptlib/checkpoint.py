@@ -39,13 +39,12 @@ from ckptlib.saving.pending import Pending
 from ckptlib.saving.planner import Overlap, Plan
 from ckptlib.saving.session import Session
 from ckptlib.saving.unreached import warn_of_unreached
-from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.fence import wait_for_copies
 from ckptlib.staging.stager import Content, CopyJob
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf
-from ckptlib.state.rng import LoadedRng
+from ckptlib.state.rng import RNG, LoadedRng, is_random
 
 QUICK_BYTES = 256 * 1024 * 1024
 """No garbage is collected while a load reads no more than this. Such a load takes a second or less, of which a
@@ -242,12 +241,12 @@ def _load_step(
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)
-    unexpected, untouched, lost = lacked_anywhere(group, wanted, RNG)
+    unexpected, untouched, lost = lacked_anywhere(group, wanted)
     together(group, what, lambda: _check(source.save, order, wanted, unexpected))
     if order.strict and group.rank == 0:
         tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
     elif not order.strict:
-        tell_nothing_fits(source.save.step, wanted, RNG)
+        tell_nothing_fits(source.save.step, wanted)
 
     wants, overlapping = set_apart(wanted.wants)
     near = lru_cache(maxsize=None)(source.near)  # scans all ranks; thousands of tensors lie with the same ones
@@ -259,7 +258,7 @@ def _load_step(
     source.bring(set().union(*map(reader.ranks_for, reads)))
     laps.end("bring")
 
-    order.begun.update((want.name, source.save) for want in wanted.wants if want.name.split("/")[0] != RNG)
+    order.begun.update((want.name, source.save) for want in wanted.wants if not is_random(want.name))
     # here: with several ranks, the thread that fills has other current streams than the training
     wait_for_work = accelerator.work_so_far(tensor for want in reads for _, tensor in want.pieces)
 
@@ -279,7 +278,7 @@ def _load_step(
         wanted.complete()
 
     together(group, what, complete)
-    warn_of_own_values(group, source, reader, wanted, RNG)
+    warn_of_own_values(group, source, reader, wanted)
     if whole is not order.state and isinstance(order.state, MutableMapping):  # plain values were put into the copy
         order.state.update({key: value for key, value in whole.items() if key != RNG})
     report = LoadReport(
@@ -366,7 +365,7 @@ def _but_generators(rename: Rename) -> Rename:
     """Excludes the names that ckptlib adds from `rename`: a function of the user's does not know them."""
     if rename is None or isinstance(rename, Mapping):
         return rename
-    return lambda name: name if name.split("/")[0] == RNG else rename(name)
+    return lambda name: name if is_random(name) else rename(name)
 
 
 def _and_generators(only: Only) -> Only:

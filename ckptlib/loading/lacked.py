@@ -9,16 +9,17 @@ from collections.abc import Sequence
 
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
+from ckptlib.state.rng import is_random
 
 log = logging.getLogger(__name__)
 
 
-def lacked_anywhere(group: Group, wanted: Targets, generators: str) -> tuple[list[str], list[str], list[str]]:
+def lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str], list[str]]:
     """Returns saved names that no rank loads (ranks of a pipeline load different ones); names of some rank's state that
     the checkpoint lacks and may lack; and names of plain values that only some ranks have saved and none loads. Omits
-    names of random state, which begin with `generators`. Collective.
+    names of random state. Collective.
     """
-    mine = {name for name in wanted.unexpected if not name.startswith(generators)}
+    mine = {name for name in wanted.unexpected if not is_random(name)}
     excused, values = wanted.excused(wanted.missing), mine & wanted.plain
     if not group.any(bool(mine or excused)):
         return [], [], []
@@ -42,11 +43,11 @@ def tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> 
             log.warning("step %d: %s: %s%s", step, what, ", ".join(names[:40]), more)
 
 
-def tell_nothing_fits(step: int, wanted: Targets, generators: str) -> None:
+def tell_nothing_fits(step: int, wanted: Targets) -> None:
     """Warns if a load that is not strict leaves all of this rank's state as it is: otherwise somebody would train, or
-    evaluate, with the initial state. `generators`: as above."""
-    lacked = [name for name in wanted.missing if not name.startswith(generators)]
-    if lacked and not wanted.values and all(want.name.startswith(generators) for want in wanted.wants):
+    evaluate, with the initial state."""
+    lacked = [name for name in wanted.missing if not is_random(name)]
+    if lacked and not wanted.values and all(is_random(want.name) for want in wanted.wants):
         log.warning(
             "step %d: the checkpoint has nothing of this state, all of which is left as it was: %s%s. See whether map= "
             "and only= name what `ckptlib show` lists",

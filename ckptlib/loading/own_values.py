@@ -18,6 +18,7 @@ from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together_at_length
 from ckptlib.reading.source import StepSource
 from ckptlib.state.optimizers import is_group_path
+from ckptlib.state.rng import is_random
 from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
@@ -26,15 +27,15 @@ MOST = 8
 """The most names in a warning."""
 
 
-def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded: Targets, generators: str) -> None:
-    """Warns on rank 0 of own values that were loaded, except random `generators`, which warn themselves. Collective."""
+def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded: Targets) -> None:
+    """Warns on rank 0 of own values that were loaded, except random generators, which warn themselves. Collective."""
     saved, now = source.world_size, group.size
     if saved == now:
         return
     differing = _differing(group, source, reader, loaded)
     if group.rank != 0:
         return
-    names = _own_tensors(reader, loaded, generators) | differing
+    names = _own_tensors(reader, loaded) | differing
     by = f"{saved} ranks" if saved > 1 else "one rank, or imported"  # an imported step does not tell a number
     if names:
         new = f"ranks {saved} and up have rank 0's"
@@ -53,10 +54,10 @@ def warn_of_own_values(group: Group, source: StepSource, reader: Reader, loaded:
         )
 
 
-def _own_tensors(reader: Reader, loaded: Targets, generators: str) -> set[str]:
+def _own_tensors(reader: Reader, loaded: Targets) -> set[str]:
     layout = reader.layouts[reader.part(reader.own_rank).table.layout]
     own = {entry.name for entry in layout.tensors if isinstance(entry.holding, OwnPerRank)}
-    return {want.name for want in loaded.wants if want.name in own and want.name.partition("/")[0] != generators}
+    return {want.name for want in loaded.wants if want.name in own and not is_random(want.name)}
 
 
 def _differing(group: Group, source: StepSource, reader: Reader, loaded: Targets) -> set[str]:

@@ -47,9 +47,8 @@ from ckptlib.recovery.not_closed import await_others
 from ckptlib.recovery.skipped import Skipped, problem
 from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.saving.session import Session
-from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.host import boot_id, memory_of
-from ckptlib.state.rng import LoadedRng
+from ckptlib.state.rng import RNG, LoadedRng
 from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,8 @@ from ckptlib.state import first_steps
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
 from ckptlib.state.memo import Memo
+from ckptlib.state.rng import RNG
 from ckptlib.state.visitor import are_scalars
-
-RNG = "@rng"
-"""The name of the random generators' states, beside the user's own names."""
 
 
 def check_dict(state: object) -> Mapping[object, object]:

@@ -32,9 +32,17 @@ from ckptlib.errors import FormatError, StateMismatch, UnsupportedState
 
 _log = logging.getLogger(__name__)
 
+RNG = "@rng"
+"""The name of the generators' states, beside the user's own names."""
+
 _PYTHON = struct.Struct("<I625IBd")
 _NUMPY = struct.Struct("<624IIId")
 _NUMPY_TAIL = struct.Struct("<IId")
+
+
+def is_random(name: str) -> bool:
+    """Returns whether a name of the whole state is that of the generators, or of one of them."""
+    return name.partition("/")[0] == RNG
 
 
 class RngState:

@@ -22,12 +22,12 @@ def wanted(unexpected: list[str], missing: list[str], plain: set[str], taken: se
 def test_ranks_of_a_pipeline_lack_together_what_no_stage_has() -> None:
     """Two stages of two ranks each; "old" is nobody's, and "epoch" a value of the second stage alone."""
     mine = [
-        wanted(["stage 1", "old", "epoch"], [], {"epoch"}, set()),
-        wanted(["stage 0", "old"], ["new"], set(), {"epoch"}),
+        wanted(["stage 1", "old", "epoch", "@rng/torch"], [], {"epoch"}, set()),
+        wanted(["stage 0", "old", "@rng/torch"], ["new"], set(), {"epoch"}),
     ]
 
     def on_rank(group: Group) -> tuple[list[str], list[str], list[str]]:
-        return lacked_anywhere(group, mine[group.rank // 2], "rng/")
+        return lacked_anywhere(group, mine[group.rank // 2])
 
     assert run_ranks(4, on_rank) == [(["old"], ["new"], [])] * 4
 
@@ -35,5 +35,10 @@ def test_ranks_of_a_pipeline_lack_together_what_no_stage_has() -> None:
 def test_what_ranks_of_a_stage_say_alike_is_read_once() -> None:
     names = [f"layers.{i}" for i in range(10)]
     group, theirs = AlikeRanks(), wanted(names, [], set(), set())
-    assert lacked_anywhere(group, theirs, "rng/") == (names, [], [])
-    assert num_calls(lambda: lacked_anywhere(group, theirs, "rng/")) < group.size
+    assert lacked_anywhere(group, theirs) == (names, [], [])
+    assert num_calls(lambda: lacked_anywhere(group, theirs)) < group.size
+
+
+def test_only_the_generators_own_names_go_unsaid() -> None:
+    theirs = wanted(["@rng", "@rng/python", "@rngs/mine"], [], set(), set())
+    assert lacked_anywhere(AlikeRanks(), theirs) == (["@rngs/mine"], [], [])
