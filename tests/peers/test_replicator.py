@@ -19,7 +19,7 @@ from typing_extensions import override
 from workers.rank_slots import CAPACITY, STATE
 from workers.rank_slots import seal as sealed
 
-from ckptlib.errors import AgreementFailed, ReplicationFailed, TornSnapshot
+from ckptlib.errors import AgreementFailed, CorruptData, ReplicationFailed, TornSnapshot
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.peers import replicator
 from ckptlib.peers.increment_sender import _Sent
@@ -105,6 +105,22 @@ def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: P
     assert not bench.replicator.calm
     seal(bench.staging)
     until(lambda: bench.replicator.calm)
+
+
+def test_what_came_damaged_says_nothing_of_what_this_rank_has_itself(tmp_path: Path) -> None:
+    """The holder had copied none of it itself: the network altered a page."""
+    bench = Bench(tmp_path)
+
+    def recv(frm: int, buffer: memoryview, tag: int) -> None:
+        bench.wire.failed.set()
+        raise CorruptData("altered on its way")
+
+    bench.wire.recv = recv
+    bench.begin([])
+    assert bench.wire.failed.wait(60)
+    seal(bench.staging)
+    until(lambda: bench.replicator.calm)
+    assert bench.replicator._unlike == set()
 
 
 def test_one_that_is_let_go_leaves_no_thread(tmp_path: Path) -> None:
