@@ -197,6 +197,13 @@ class Fields:
     def digest(self, name: str) -> str:
         return self.text(name, f"[0-9a-f]{{{HEX_WIDTH}}}")
 
+    def digests(self, num: int) -> list[str]:
+        """Returns the digests of `num` chunks, from one text."""
+        text = self.text("digests", "[0-9a-f]*")
+        if len(text) != HEX_WIDTH * num:
+            raise self.fail(f"{len(text)} hex digits of digests for {num} chunks")
+        return [text[i : i + HEX_WIDTH] for i in range(0, len(text), HEX_WIDTH)]
+
     def algorithm(self, name: str) -> str:
         """Returns the name of a digest algorithm."""
         found = self.text(name)

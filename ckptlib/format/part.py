@@ -9,7 +9,7 @@ from functools import cached_property
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format import table_text
 from ckptlib.format.check import Check, decode_check
-from ckptlib.format.digests import HEX_WIDTH, XXH3, digester
+from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import Fields, as_written, body_of, decode, dump_body, encode, seal
 from ckptlib.format.keys import MAX_RANK, PackSet, PartName, SaveId, pack_set, parse_pack_set, parse_save
 from ckptlib.format.places import Coding, Places, decode_places, encode_places
@@ -122,7 +122,6 @@ class Part:
         if table is None:
             table = Table.decode(fields.inner("table")) if placed else Table.decode_cuts(fields.inner("table"))
         places = Places(table.packs, table.offsets, {}) if placed else decode_places(fields, table.nbytes)
-        digests = fields.text("digests", "[0-9a-f]*")
         created = fields.number("created")
         part = cls(
             parse_save(fields.text("save")),
@@ -132,7 +131,7 @@ class Part:
             table.placed(places.packs, places.offsets),
             tuple(_decode_pack(row, created, fields) for row in fields.items("packs")),
             fields.algorithm("algorithm"),
-            tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
+            tuple(fields.digests(len(table.nbytes))),
             fields.tree("values"),
             fields.tree("metrics"),
             created,
@@ -148,8 +147,6 @@ class Part:
         text = data[data.rfind(b'"table":') + len(b'"table":') : -len(b"}}\n")]
         if digester(XXH3)(text) != name.table and name.table != (table.digest if placed else table.cuts_digest):
             raise fields.fail("content and name tell of different parts")
-        if len(digests) != HEX_WIDTH * len(table.nbytes):
-            raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
         part._check_uses(name, fields)
         part._check_places(name.key)
         return part

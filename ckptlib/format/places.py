@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptlib.format.digests import HEX_WIDTH
 from ckptlib.format.documents import Fields
 from ckptlib.format.values import Json
 
@@ -195,7 +194,7 @@ def _decode_bases(part: Fields, names: Sequence[str], nbytes: Sequence[int]) -> 
         fields.integers("offset"),
         fields.integers("stored", 1),
         [None if at == 0 else names[at - 1] for at in fields.integers("codec", 0, len(names))],
-        _decode_digests(fields, len(chunks)),
+        fields.digests(len(chunks)),
     )
     if any(len(column) != len(chunks) for column in columns):
         raise fields.fail("columns of bases differ in length")
@@ -211,7 +210,7 @@ def _decode_lossy(part: Fields, num: int) -> dict[int, Loss]:
         return {}
     fields = part.inner("lossy")
     chunks = _decode_chunks(fields, num)
-    digests = _decode_digests(fields, len(chunks))
+    digests = fields.digests(len(chunks))
     bounds = [fields.numbers("absolute"), fields.numbers("relative")]
     if any(len(column) != len(chunks) or min(column, default=0.0) < 0 for column in bounds):
         raise fields.fail(f"not the bounds of {len(chunks)} chunks")
@@ -223,10 +222,3 @@ def _decode_chunks(fields: Fields, num: int) -> list[int]:
     if any(a >= b for a, b in itertools.pairwise(chunks)):
         raise fields.fail("chunks are not in order")
     return chunks
-
-
-def _decode_digests(fields: Fields, num: int) -> list[str]:
-    text = fields.text("digests", "[0-9a-f]*")
-    if len(text) != HEX_WIDTH * num:
-        raise fields.fail(f"{len(text)} hex digits of digests for {num} chunks")
-    return [text[i : i + HEX_WIDTH] for i in range(0, len(text), HEX_WIDTH)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptlib.errors import CorruptData
-from ckptlib.format.digests import HEX_WIDTH, digester
+from ckptlib.format.digests import digester
 from ckptlib.format.documents import Fields, decode
 from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.table import Table
@@ -52,15 +52,12 @@ class SnapshotReader:
         """Returns the snapshot whose documents lie where `header` says. Raises CorruptData, FormatError."""
         table, layout = self._table(slot, header)
         fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.where}: snapshot")
-        digests = fields.text("digests")
-        if len(digests) != HEX_WIDTH * len(table.nbytes):
-            raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
         return Snapshot(
             header,
             table,
             layout,
             fields.text("algorithm"),
-            tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
+            tuple(fields.digests(len(table.nbytes))),
             fields.tree("values"),
             fields.tree("metrics"),
             fields.number("created"),
