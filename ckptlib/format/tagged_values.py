@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from typing_extensions import override
 
 from ckptlib.errors import FormatError
+from ckptlib.format.paths import join
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,6 +151,17 @@ def decode_keys(data: object, where: Where, depth: int) -> list[tuple[Hashable, 
     _expect_spread(names, where)
     _expect(len({*names}) == len(names), where, "no key twice", data)
     return pairs
+
+
+def decode_entries(pairs: object, path: str, depth: int) -> list[tuple[Hashable, str, object]]:
+    """Returns each key of a tree's dict, the path of its entry, and the undecoded item beside it."""
+    found = []
+    for key, item in decode_keys(pairs, path, depth):
+        try:
+            found.append((key, join(path, key), item))
+        except ValueError as error:  # an int of more digits than Python converts
+            raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
+    return found
 
 
 def _decode_odict(data: object, where: Where, depth: int) -> OrderedDict[object, object]:

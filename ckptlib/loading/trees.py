@@ -121,12 +121,8 @@ def _pairs(
     plan: LoadPlan, pairs: list[Json], path: str, now: object, make: Make, depth: int
 ) -> dict[Any, Callable[[], object]]:
     made: dict[Any, Callable[[], object]] = {}
-    for key, tree in tagged_values.decode_keys(pairs, path, depth):
+    for key, name, tree in tagged_values.decode_entries(pairs, path, depth):
         inner = now.get(key) if isinstance(now, Mapping) else None
-        try:
-            name = join(path, key)
-        except ValueError as error:  # an int of more digits than Python converts
-            raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
         made[key] = rebuild(plan, cast(Json, tree), name, inner, make, depth + 1)
     return made
 

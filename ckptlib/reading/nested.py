@@ -201,14 +201,8 @@ def _rebuilt(tree: Json, path: str, leaves: RankValues[Any], depth: int) -> obje
 
 
 def _pairs(pairs: list[Json], path: str, leaves: RankValues[Any], depth: int) -> list[tuple[Any, object]]:
-    found = []
-    for key, tree in tagged_values.decode_keys(pairs, path, depth):
-        try:
-            name = join(path, key)
-        except ValueError as error:  # an int of more digits than Python converts
-            raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
-        found.append((key, _rebuilt(cast(Json, tree), name, leaves, depth + 1)))
-    return found
+    entries = tagged_values.decode_entries(pairs, path, depth)
+    return [(key, _rebuilt(cast(Json, tree), name, leaves, depth + 1)) for key, name, tree in entries]
 
 
 def _optimizer(groups: Mapping[str, int], below: Leaves) -> dict[str, Any]:
