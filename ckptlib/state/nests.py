@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from keyword import iskeyword
 from typing import Any
 
@@ -55,30 +55,27 @@ _IN_NO_NUMBER = re.compile("[b-dghk-mo-su-xzB-DGHK-MO-SU-XZ]")
 """Letters that the text of no number has: all but those of nan, infinity, e and j."""
 
 
-def is_all_plain(node: object, depth: int = 0) -> bool:
+def is_all_plain(node: object) -> bool:
     """Returns whether nothing but plain values and containers lies in it; False for a nesting without end."""
+    return _is_plain_below(node, lambda found: True)
+
+
+def _comes_back(node: object) -> bool:
+    """Returns whether everything in it is plain, and of types that a value keeps; else it is walked."""
+    return _is_plain_below(node, lambda found: type(found) in _MAPPINGS and _are_keys(found))
+
+
+def _is_plain_below(node: object, takes: Callable[[Mapping[Any, object]], bool], depth: int = 0) -> bool:
+    """Returns whether everything in it is plain; `takes` tells of each mapping whether it may be there."""
     if _is_flat(node) or type(node) is torch.Size:
         return True
     if depth > MAX_DEPTH:
         return False
     if isinstance(node, Mapping):
-        return all(is_all_plain(value, depth + 1) for value in node.values())
+        return takes(node) and all(_is_plain_below(value, takes, depth + 1) for value in node.values())
     if not isinstance(node, (list, tuple)) or type(node) not in (list, tuple):
         return False
-    return are_scalars(node) or all(is_all_plain(item, depth + 1) for item in node)
-
-
-def _comes_back(node: object, depth: int = 0) -> bool:
-    """Returns whether everything in it is plain, and of types that a value keeps; else it is walked."""
-    if _is_flat(node) or type(node) is torch.Size:
-        return True
-    if depth > MAX_DEPTH:
-        return False
-    if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-        return are_scalars(node) or all(_comes_back(item, depth + 1) for item in node)
-    if not isinstance(node, Mapping) or type(node) not in _MAPPINGS:
-        return False
-    return _are_keys(node) and all(_comes_back(value, depth + 1) for value in node.values())
+    return are_scalars(node) or all(_is_plain_below(item, takes, depth + 1) for item in node)
 
 
 def _are_keys(node: Mapping[Any, object]) -> bool:
