@@ -46,17 +46,14 @@ class Attempts:
         self._due.begin(to_store)
         try:
             taken = take()
-        except ReplicasDiffer as error:  # on all ranks alike: the next save compares again
+        except (ReplicasDiffer, StateChanged) as error:
             self.miss(step, to_store, error)
             self._due.owe(to_store)
-            self._due.fail(error)
-            log.error("step %d is not saved: %s", step, error)
-            self._session.listener.tell(Voided(step, error))
-            return None
-        except StateChanged as error:
-            self.miss(step, to_store, error)
-            self._due.owe(to_store)
-            log.warning("step %d is not saved, the next one is: %s", step, error)
+            if isinstance(error, ReplicasDiffer):  # on all ranks alike: the next save compares again
+                self._due.fail(error)
+                log.error("step %d is not saved: %s", step, error)
+            else:
+                log.warning("step %d is not saved, the next one is: %s", step, error)
             self._session.listener.tell(Voided(step, error))
             return None
         except CkptError as error:

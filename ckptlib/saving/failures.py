@@ -13,7 +13,7 @@ class FailureRun:
     """Counts the failures in a row of one rank."""
 
     def __init__(self, max_outage_s: float) -> None:
-        self._max_outage_s = max_outage_s
+        self.max_outage_s = max_outage_s
         self.count = 0
         self.error: Exception | None = None
         """Why the last of these failed."""
@@ -40,4 +40,4 @@ class FailureRun:
     @property
     def too_long(self) -> bool:
         """Whether these are more than a few failures, and longer than a short outage."""
-        return self.count >= MAX_FAILURES and self.lasted_s >= self._max_outage_s
+        return self.count >= MAX_FAILURES and self.lasted_s >= self.max_outage_s

@@ -86,7 +86,6 @@ class Outcomes:
         self._owner = owner
         self.tier = tier
         self.listener = listener
-        self._max_outage_s = max_outage_s
         self._wanted: list[Outcome] = []
         """Undecided saves with a callback, on a rank that does not commit; none that stays on local disks."""
         self._events: deque[Mapping[str, object]] = deque()
@@ -227,7 +226,7 @@ class Outcomes:
         if kind == StoreDenied.__name__:
             remedy = (
                 "; no save will succeed before somebody changes that, and training ends when saves have failed for "
-                f"{self._max_outage_s / 60:g} min (max_outage)"
+                f"{self.run.max_outage_s / 60:g} min (max_outage)"
             )
         self.run.fail(time.monotonic(), error, is_local and kind == StoreFull.__name__)
         log.error("%s%s", error, remedy)
