@@ -60,6 +60,13 @@ class Peers:
             raise TypeError(
                 f"Peers(domain={self.domain!r}): expected a text, which ranks that may be lost together have in common"
             )
+        for name, example in (("timeout", "seconds=60"), ("keep_for", "minutes=15")):
+            if not isinstance(value := getattr(self, name), timedelta):
+                raise TypeError(f"Peers({name}={value!r}): expected timedelta, such as timedelta({example})")
+        if self.timeout <= timedelta():
+            raise ValueError(f"Peers(timeout={self.timeout!r}): expected a time above 0, such as timedelta(seconds=60)")
+        if self.keep_for < timedelta():
+            raise ValueError(f"Peers(keep_for={self.keep_for!r}): expected a time, or timedelta(0)")
         if self.memory not in (HOST, DEVICE):
             raise ValueError(
                 f"memory is {HOST!r} or {DEVICE!r}, got {self.memory!r}; for a directory of slots there is arena="

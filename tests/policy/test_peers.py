@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from ckptlib import Overhead, Peers, Steps
         ({"copies": 1.5}, r"Peers\(copies=1.5\): expected a whole number, not a float"),
         ({"every": 0}, "every >= 1"),
         ({"domain": None}, r"Peers\(domain=None\): expected a text"),
+        ({"timeout": 5}, r"Peers\(timeout=5\): expected timedelta, such as timedelta\(seconds=60\)"),
+        ({"timeout": timedelta(0)}, "expected a time above 0"),
+        ({"keep_for": 900.0}, r"Peers\(keep_for=900.0\): expected timedelta, such as timedelta\(minutes=15\)"),
+        ({"keep_for": -timedelta(1)}, r"expected a time, or timedelta\(0\)"),
         ({"memory": "disk"}, "memory is 'host' or 'device'"),
         ({"link": "zip"}, "link is 'raw' or 'optimizer'"),
         ({"link": "optimizer", "every": 2}, "needs every=1, got every=2"),
@@ -29,6 +34,7 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 
 def test_taken() -> None:
     assert Peers().link == "raw"
+    assert Peers(keep_for=timedelta(0)).keep_for == timedelta(0)
     assert Peers(copies=2, link="optimizer").link == "optimizer"
 
 
