@@ -209,7 +209,7 @@ class Manifest:
         where = where or save.manifest_key
         fields = decode("manifest", data, where)
         world_size = fields.integer("world_size", 1, MAX_RANK + 1)
-        if parse_save(fields.text("save")) != save:
+        if parse_save(fields.text("save")) != save or fields.integer("step") != save.step:
             raise fields.fail("content and name tell of different saves")
         parts = tuple(_decode_part_key(key, save, fields) for key in fields.texts("parts"))
         if [part.rank for part in parts] != list(range(world_size)):

@@ -223,6 +223,7 @@ KEYS = [part.key for part in MANIFEST.parts]
     [
         {"save": str(SaveId(501, GENERATION))},
         {"save": "../x"},
+        {"step": 501},
         {"world_size": 4},
         {"world_size": 2**40},
         {"world_size": 0, "parts": [], "layouts": {}},
