@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptlib.stores.base import Counted, Entry, InPlace, LateHead, Store, check_key
+from ckptlib.stores.secrets import without_userinfo
 
 __all__ = ["Counted", "Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store", "url_text"]
 
@@ -71,8 +72,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
 
-    Raises ValueError for a URL that has lost a slash or its bucket and for a path below "~", TypeError for options that
-    are no dict.
+    Raises ValueError for a URL that has lost a slash or its bucket, for a chain of fsspec's and for a path below "~",
+    TypeError for options that are no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")
@@ -97,6 +98,11 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         raise ValueError(f"client {client!r}: expected one of {', '.join(_CLIENTS)}")
     if client == "obstore":
         return _obstore(url, given)
+    if "::" in url:  # a cache would give what others have deleted, and does not put whole; some wait for themselves
+        raise ValueError(
+            f"{without_userinfo(url)}: fsspec makes a chain of filesystems of a URL with '::', and ckptlib takes none: "
+            "give the URL of the store alone, such as s3://bucket/run7"
+        )
     if client == "s3fs":
         return _s3(url, scheme, given)
     from ckptlib.stores.fsspec import FsspecStore

@@ -94,6 +94,21 @@ def test_a_directory_is_not_taken_for_the_bucket_of_a_variable_that_is_not_set(u
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["simplecache::s3://bucket/run", "filecache::file:///tmp/run", "s3://bucket/run::7", "simplecache::sftp://a/b"],
+)
+def test_a_chain_of_filesystems_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"{url}: fsspec makes a chain .* give the URL of the store alone"):
+        open_store(url)
+
+
+def test_a_path_may_have_two_colons(tmp_path: Path) -> None:
+    with open_store(f"{tmp_path}/run::7") as store:
+        store.put("a", b"1")
+    assert (tmp_path / "run::7" / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(
     ("url", "meant"), [("~/run", "/run"), (Path("~/run"), "/run"), ("file://~/run", "/run"), ("~", "")]
 )
 def test_a_home_that_no_shell_has_replaced_is_no_directory(
