@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -17,6 +18,10 @@ KEEP_LAST = 2
 MAX_UNDRAINED = 2
 """While a rank has this many steps on its disk that are to be drained, no other one is: one is being copied, one is
 next. Steps saved meanwhile stay local, so an outage of the store, however long, takes no more of the disk."""
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""How a URL begins, also one that went through `pathlib.Path`, which makes one slash of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,15 @@ class DueDrains:
 
 
 def directory_of(name: str, path: str | Path) -> Path:
-    """Returns the directory given for the option `name`, absolute. Raises ValueError for one below "~"."""
+    """Returns the directory given for the option `name`, absolute. Raises ValueError for one below "~", a URL, and an
+    empty text: each would be a directory below the working directory, or that one, which may be on no local disk."""
+    if not str(path):
+        raise ValueError(f"{name}='' is empty, where it needs a directory: is a variable in it not set?")
+    if _URL.match(str(path)):
+        raise ValueError(
+            f"{name}={str(path)!r} is a URL, where it needs a directory of this host: give its path, or "
+            f"{'./' + str(path)!r} if the directory below {Path.cwd()} is meant"
+        )
     if Path(path).parts[:1] == ("~",):
         raise ValueError(
             f"{name}={str(path)!r} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the "
