@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -182,6 +183,10 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
         _use_boto(client, options.get("profile") or os.environ.get("AWS_PROFILE"))
     elif "profile" in options:
         raise ValueError("got a key and a profile; expected one of them")
+    elif "session_token" not in config and "secret_access_key" in config:
+        # obstore would add the token of the environment, which belongs to another key, and perhaps to another server
+        given = {name: config[name] for name in ("access_key_id", "secret_access_key")}
+        client.credential_provider = partial(dict, **given, token=None, expires_at=None)
     return client
 
 

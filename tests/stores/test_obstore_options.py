@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from helpers.answering import Handler, Server
 from helpers.servers import ObjectStorage
 
 from ckptlib.errors import StoreDenied
@@ -191,6 +193,31 @@ def test_keys_of_the_environment(s3: ObjectStorage, monkeypatch: pytest.MonkeyPa
     with open_store(s3.url(), {"client": "obstore", "endpoint_url": s3.endpoint}) as store:
         store.put("a", b"data")
         assert store.get("a") == b"data"
+
+
+class _Signed(Handler):
+    fields: ClassVar = {"ETag": '"a"'}
+    tokens: ClassVar[list[str | None]] = []
+
+    def do_PUT(self) -> None:
+        self.body()
+        self.tokens.append(self.headers["x-amz-security-token"])
+        self.answer(200)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_a_token_of_the_environment_is_not_sent_with_keys_that_are_given(
+    client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to the key of the environment, as of a session on AWS, and the bucket may be elsewhere."""
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
+        monkeypatch.setenv(f"AWS_{name}", "theirs")
+    with Server(_Signed) as server:
+        for token in ({}, {"token": "ours"}):
+            with open_store("s3://bucket/run", {**server.options(client), **token}) as store:
+                store.put("a", b"data")
+            assert {*_Signed.tokens} == {token.get("token")}
+            _Signed.tokens.clear()
 
 
 def test_nobody(s3: ObjectStorage) -> None:
