@@ -31,6 +31,8 @@ class Ending:
     def close(self, timeout: timedelta, stop_timeout_s: float | None) -> None:
         """See `Checkpointer.close`. `stop_timeout_s`: set if the job was told to stop; it then waits no longer than
         this, and for no export."""
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"close(timeout={timeout!r}): expected timedelta, such as timedelta(minutes=30)")
         deadline = time.monotonic() + min(timeout.total_seconds(), stop_timeout_s or math.inf)
         with ExitStack() as telling:
             telling.callback(self._exports.let_go)  # reports steps that are not exported, whatever is raised

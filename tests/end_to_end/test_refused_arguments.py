@@ -178,6 +178,8 @@ def test_metrics_that_are_none_and_steps_that_are_none(tmp_path: Path) -> None:
                 tell({"val_loss": torch.zeros(())})
         ckpt.after_step(1, metrics={"val_loss": 0.5})
         ckpt.save(1)
+        with pytest.raises(TypeError, match=r"close\(timeout=5\): expected timedelta"):
+            ckpt.close(5)  # type: ignore[arg-type]
     (info,) = ckptlib.checkpoints(tmp_path / "root")
     assert info.metrics == {"val_loss": 0.5}
 
