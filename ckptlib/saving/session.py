@@ -141,6 +141,8 @@ class Session:
             None if local is None else local.path,
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
+        if self.group.rank == 0:
+            settings.warn_of_kept(self.root, self.store.url)
         self.lineage.best = None if settings.keep is None else settings.keep.rule
         if local is not None:
             seen = self.store if self.group.rank == 0 else None

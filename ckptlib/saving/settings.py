@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +18,8 @@ from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Peers
 from ckptlib.policy.tier import LocalTier
 from ckptlib.writer.channel import PROTOCOL
+
+_log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for one another inside a collective; torch's default for gloo is 30 minutes."""
@@ -108,6 +111,22 @@ class Settings:
             )
         if self.max_outage < timedelta():
             raise ValueError(f"max_outage={self.max_outage!r}: expected a time, such as timedelta(minutes=30), or none")
+
+    def warn_of_kept(self, root: Root, url: str) -> None:
+        """Warns of what the user asked for, and the root keeps as it was made. A default is nothing that was asked."""
+        kept = timedelta(seconds=root.save_deadline_s)
+        for name, asked, default, own in (
+            ("algorithm", self.algorithm, XXH3, root.algorithm),
+            ("save_deadline", self.save_deadline, SAVE_DEADLINE, kept),
+        ):
+            if asked not in (default, own):
+                _log.warning(
+                    "%s=%s has no effect: %s was made with %s and keeps it; for another one, begin a new root",
+                    name,
+                    asked,
+                    url,
+                    own,
+                )
 
     def for_writer(self, rank: int, world_size: int, root: Root) -> dict[str, object]:
         """Returns the order that a rank's writer begins with. `root`: as the job has opened it."""

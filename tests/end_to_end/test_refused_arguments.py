@@ -136,6 +136,22 @@ def test_a_state_that_is_no_dict(tmp_path: Path) -> None:
     assert not root.exists()
 
 
+def test_what_a_root_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks for blake3 then would take the root for safe against forgery."""
+
+    def heard(**asked: Any) -> list[str]:
+        caplog.clear()
+        ckptlib.Checkpointer(tmp_path / "root", {"w": torch.zeros(3)}, every=1, arena=tmp_path, **asked).close()
+        return [record.getMessage().partition(": ")[0] for record in caplog.records if record.levelname == "WARNING"]
+
+    hours = [timedelta(hours=number) for number in range(4)]
+    assert heard(save_deadline=hours[2]) == heard(save_deadline=hours[2]) == heard() == []
+    assert heard(algorithm="blake3", save_deadline=hours[3]) == [
+        "algorithm=blake3 has no effect",
+        "save_deadline=3:00:00 has no effect",
+    ]
+
+
 @pytest.mark.parametrize("peers", [None, ckptlib.Peers(copies=0)], ids=["", "peers"])
 @pytest.mark.parametrize("wrong", ["does not exist", "is no directory"])
 def test_an_arena_that_takes_no_slots(tmp_path: Path, wrong: str, peers: ckptlib.Peers | None) -> None:
