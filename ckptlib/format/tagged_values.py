@@ -118,10 +118,6 @@ def _decode_list(data: object, where: Where, depth: int) -> list[object]:
     return [decode(item, (where, i), depth + 1) for i, item in enumerate(_expect_list(data, where))]
 
 
-def _decode_tuple(data: object, where: Where, depth: int) -> tuple[object, ...]:
-    return tuple(_decode_list(data, where, depth))
-
-
 def _decode_set(data: object, where: Where, depth: int) -> set[object]:
     items = _decode_list(data, where, depth)
     hashable = [expect_hashable(item, (where, i)) for i, item in enumerate(items)]
@@ -129,10 +125,6 @@ def _decode_set(data: object, where: Where, depth: int) -> set[object]:
     found: set[object] = set(hashable)
     _expect(len(found) == len(items), where, "no item twice", data)
     return found
-
-
-def _decode_frozenset(data: object, where: Where, depth: int) -> frozenset[object]:
-    return frozenset(_decode_set(data, where, depth))
 
 
 def _decode_pairs(data: object, where: Where, depth: int) -> dict[object, object]:
@@ -162,10 +154,6 @@ def decode_entries(pairs: object, path: str, depth: int) -> list[tuple[Hashable,
         except ValueError as error:  # an int of more digits than Python converts
             raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
     return found
-
-
-def _decode_odict(data: object, where: Where, depth: int) -> OrderedDict[object, object]:
-    return OrderedDict(_decode_pairs(data, where, depth))
 
 
 def _decode_counter(data: object, where: Where, depth: int) -> Counter[object]:
@@ -261,11 +249,11 @@ _DECODERS: dict[str, Callable[[object, Where, int], object]] = {
     "$str": _decode_str,
     "$bytes": _decode_bytes,
     "$complex": _decode_complex,
-    "$tuple": _decode_tuple,
+    "$tuple": lambda data, where, depth: tuple(_decode_list(data, where, depth)),
     "$set": _decode_set,
-    "$frozenset": _decode_frozenset,
+    "$frozenset": lambda data, where, depth: frozenset(_decode_set(data, where, depth)),
     "$dict": _decode_pairs,
-    "$odict": _decode_odict,
+    "$odict": lambda data, where, depth: OrderedDict(_decode_pairs(data, where, depth)),
     "$counter": _decode_counter,
     "$numpy": _decode_numpy,
     "$ndarray": _decode_ndarray,

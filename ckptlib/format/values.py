@@ -133,10 +133,6 @@ def _encode(value: object, where: Where, depth: int) -> Json:
     raise _refused(value, where)
 
 
-def _encode_as_is(value: bool | None, where: Where, depth: int) -> Json:
-    return value
-
-
 def _encode_int(value: int, where: Where, depth: int) -> Json:
     # Hex, because Python limits decimal conversion to 4300 digits.
     return value if abs(value) < BARE_INTS else {"$int": hex(value)}
@@ -151,10 +147,6 @@ def _encode_str(value: str, where: Where, depth: int) -> Json:
     return value if is_unicode(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"), where)}
 
 
-def _encode_bytes(value: bytes, where: Where, depth: int) -> Json:
-    return {"$bytes": _base64(value, where)}
-
-
 def _encode_complex(value: complex, where: Where, depth: int) -> Json:
     return {"$complex": [_encode_float(value.real, where, depth), _encode_float(value.imag, where, depth)]}
 
@@ -163,18 +155,6 @@ def _encode_list(value: Iterable[object], where: Where, depth: int) -> list[Json
     if depth < MAX_DEPTH and {*map(type, value)} == {float} and all(map(math.isfinite, cast("Iterable[float]", value))):
         return cast("list[Json]", [*value])  # a history may have a million of them
     return [_encode(item, (where, i), depth + 1) for i, item in enumerate(value)]
-
-
-def _encode_tuple(value: tuple[object, ...], where: Where, depth: int) -> Json:
-    return {"$tuple": _encode_list(value, where, depth)}
-
-
-def _encode_set(value: set[object], where: Where, depth: int) -> Json:
-    return {"$set": _encode_items(value, where, depth)}
-
-
-def _encode_frozenset(value: frozenset[object], where: Where, depth: int) -> Json:
-    return {"$frozenset": _encode_items(value, where, depth)}
 
 
 def _encode_items(value: Collection[Hashable], where: Where, depth: int) -> list[Json]:
@@ -199,14 +179,6 @@ def _are_bare(keys: Collection[object]) -> bool:
     )
 
 
-def _encode_odict(value: OrderedDict[object, object], where: Where, depth: int) -> Json:
-    return {"$odict": _encode_pairs(value, where, depth)}
-
-
-def _encode_counter(value: Counter[object], where: Where, depth: int) -> Json:
-    return {"$counter": _encode_pairs(value, where, depth)}
-
-
 def _encode_pairs(value: Mapping[object, object], where: Where, depth: int) -> list[Json]:
     require_spread(value, where)
     return [
@@ -215,20 +187,20 @@ def _encode_pairs(value: Mapping[object, object], where: Where, depth: int) -> l
 
 
 _ENCODERS: dict[type, Callable[..., Json]] = {
-    type(None): _encode_as_is,
-    bool: _encode_as_is,
+    type(None): lambda value, where, depth: None,
+    bool: lambda value, where, depth: value,
     int: _encode_int,
     float: _encode_float,
     str: _encode_str,
-    bytes: _encode_bytes,
+    bytes: lambda value, where, depth: {"$bytes": _base64(value, where)},
     complex: _encode_complex,
     list: _encode_list,
-    tuple: _encode_tuple,
-    set: _encode_set,
-    frozenset: _encode_frozenset,
+    tuple: lambda value, where, depth: {"$tuple": _encode_list(value, where, depth)},
+    set: lambda value, where, depth: {"$set": _encode_items(value, where, depth)},
+    frozenset: lambda value, where, depth: {"$frozenset": _encode_items(value, where, depth)},
     dict: _encode_dict,
-    OrderedDict: _encode_odict,
-    Counter: _encode_counter,
+    OrderedDict: lambda value, where, depth: {"$odict": _encode_pairs(value, where, depth)},
+    Counter: lambda value, where, depth: {"$counter": _encode_pairs(value, where, depth)},
 }
 
 

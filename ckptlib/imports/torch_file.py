@@ -275,10 +275,6 @@ def _with_bits(tensor: torch.Tensor, last: Sequence[Any], real: Real) -> torch.T
     return tensor.resolve_conj().resolve_neg()
 
 
-def _parameter(file: _TorchFile, node: Made, real: Real) -> Any:
-    return real(node.arguments[0])
-
-
 def _with_attributes(file: _TorchFile, node: Made, real: Real) -> Any:
     """Returns a tensor without the attributes that somebody set on it. A subclass, whose elements may mean something
     else, becomes Strange."""
@@ -296,33 +292,13 @@ def _ordered(file: _TorchFile, node: Made, real: Real) -> Any:
     return OrderedDict([*given, *((_key(real(key)), real(value)) for key, value in node.items.items())])
 
 
-def _default(file: _TorchFile, node: Made, real: Real) -> Any:
-    return {_key(real(key)): real(value) for key, value in node.items.items()}
-
-
 def _counter(file: _TorchFile, node: Made, real: Real) -> Any:
     (counts,) = node.arguments
     return Counter(dict(real(counts)))
 
 
-def _size(file: _TorchFile, node: Made, real: Real) -> Any:
-    return torch.Size(real(node.arguments[0]))
-
-
-def _device(file: _TorchFile, node: Made, real: Real) -> Any:
-    return torch.device(*node.arguments)
-
-
 def _set(file: _TorchFile, node: Made, real: Real) -> Any:
     return set(real(node.arguments[0])) if node.arguments else set()
-
-
-def _frozen(file: _TorchFile, node: Made, real: Real) -> Any:
-    return frozenset(_set(file, node, real))
-
-
-def _complex(file: _TorchFile, node: Made, real: Real) -> Any:
-    return complex(*node.arguments)
 
 
 def _no_bytes(file: _TorchFile, node: Made, real: Real) -> Any:
@@ -370,18 +346,18 @@ _MAKERS: dict[str, Callable[[_TorchFile, Made, Real], Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter": lambda file, node, real: real(node.arguments[0]),
+    "torch._utils._rebuild_parameter_with_state": lambda file, node, real: real(node.arguments[0]),
     "collections.OrderedDict": _ordered,
-    "collections.defaultdict": _default,
+    "collections.defaultdict": lambda file, node, real: {_key(real(k)): real(v) for k, v in node.items.items()},
     "collections.Counter": _counter,
-    "torch.Size": _size,
-    "torch.device": _device,
+    "torch.Size": lambda file, node, real: torch.Size(real(node.arguments[0])),
+    "torch.device": lambda file, node, real: torch.device(*node.arguments),
     "builtins.set": _set,
     "__builtin__.set": _set,
-    "__builtin__.frozenset": _frozen,
-    "__builtin__.complex": _complex,
-    "builtins.complex": _complex,
+    "__builtin__.frozenset": lambda file, node, real: frozenset(_set(file, node, real)),
+    "__builtin__.complex": lambda file, node, real: complex(*node.arguments),
+    "builtins.complex": lambda file, node, real: complex(*node.arguments),
     "__builtin__.bytes": _no_bytes,
     "_codecs.encode": _encoded,
     "numpy.dtype": _numpy_dtype,
