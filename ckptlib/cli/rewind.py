@@ -57,7 +57,7 @@ def command(store: Store, output: Output, step: str, yes: bool) -> bool:
     save = catalog.resolve(step)
     before = catalog.visible()
     _check_whole(catalog, save, before)
-    _ask(output, catalog, save, before, yes)
+    _ask(catalog, save, before, yes)
     record = _put(catalog, save)
     after = catalog.visible()
     hidden = sorted({*before} - {*after})
@@ -91,7 +91,7 @@ def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
         ) from error
 
 
-def _ask(output: Output, catalog: Catalog, save: SaveId, visible: list[SaveId], yes: bool) -> None:
+def _ask(catalog: Catalog, save: SaveId, visible: list[SaveId], yes: bool) -> None:
     """Asks whether to go back. Raises Abort if the answer is no, CkptError if a job may run and nobody can be asked."""
     if yes:
         return

@@ -99,7 +99,7 @@ def measure(store: Store, nbytes: int) -> Speeds:
         puts, gets = _small_at_once(store, new_key, threads)
         up = tuple(_up(store, new_key, data, n, at_once, threads) for n, at_once in _shapes(len(data)))
         whole, whole_up = _whole_up(store, new_key, data)
-        down = tuple(_down(store, whole, data, n, at_once, threads) for n, at_once in _shapes(len(data)))
+        down = tuple(_down(store, whole, n, at_once, threads) for n, at_once in _shapes(len(data)))
     return Speeds(latency_s, puts, gets, up, down, whole_up)
 
 
@@ -192,7 +192,7 @@ def _whole_up(store: Store, new_key: Callable[[], str], data: memoryview) -> tup
     return key, len(data) / statistics.median(seconds)
 
 
-def _down(store: Store, key: str, data: memoryview, nbytes: int, at_once: int, threads: ThreadPoolExecutor) -> Transfer:
+def _down(store: Store, key: str, nbytes: int, at_once: int, threads: ThreadPoolExecutor) -> Transfer:
     """Gets ranges, as a load does."""
     into = [memoryview(bytearray(nbytes)) for _ in range(at_once)]
     began = time.perf_counter()
