@@ -50,7 +50,7 @@ from ckptlib.saving.step_metrics import StepMetrics, check_metrics
 from ckptlib.saving.turns import Turns
 from ckptlib.saving.whole_state import check_held, first_look
 from ckptlib.staging.fence import Fence
-from ckptlib.steps import Steps
+from ckptlib.steps import TrainingSteps
 from ckptlib.stores import absolute
 
 
@@ -175,7 +175,7 @@ class Checkpointer:
             opened.callback(self._fence.remove)
             metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
             self._attempts = Attempts(self._session, self._due)
-            self._steps = Steps(self._session, state, self._turns, self._fence, self._attempts, metrics)
+            self._steps = TrainingSteps(self._session, state, self._turns, self._fence, self._attempts, metrics)
             self._exports = Exports(export, self._session)
             begin = None if beginning is None else beginning.load
             self._resumption = Resumption(self._session, state, self._turns, self._attempts, self._exports, begin)

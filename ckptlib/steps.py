@@ -26,7 +26,7 @@ from ckptlib.state.leaf import Leaf
 log = logging.getLogger(__name__)
 
 
-class Steps:
+class TrainingSteps:
     """Does the work of one Checkpointer after each step. Main thread."""
 
     def __init__(

@@ -34,7 +34,7 @@ as many for a rank's replicas, even if the rank itself has one more: see `make_r
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class InFlight:
     """A snapshot whose outcome is not known yet."""
 
     step: int
@@ -75,7 +75,7 @@ class Snapshots:
         self.placement = placement
         self.replicator = replicator
         self._on_held = on_held
-        self._unsettled: deque[Begun] = deque()
+        self._unsettled: deque[InFlight] = deque()
         self._on_the_way: deque[int] = deque()
         """Steps whose snapshots have not ended on all ranks, as far as this one knows."""
         self._persisting: dict[str, Slot] = {}
@@ -100,7 +100,7 @@ class Snapshots:
         """Returns whether everything that a snapshot needs beside a slot is there."""
         self.tell: Callable[[Event], None] = lambda event: None
         """Called with each event of a snapshot."""
-        self._torn: Begun | None = None
+        self._torn: InFlight | None = None
 
     # Snapshots
 
@@ -128,7 +128,7 @@ class Snapshots:
         if persists and staging is not None:
             self._persisting[str(save)] = staging.slot
         self._on_the_way.append(save.step)
-        self._unsettled.append(Begun(save.step, staging, persists, replicas))
+        self._unsettled.append(InFlight(save.step, staging, persists, replicas))
 
     def _round(self, save: SaveId, number: int) -> Round:
         return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all, frozenset(self._voided))
@@ -173,7 +173,7 @@ class Snapshots:
             if begun.staging is not None:
                 begun.staging.wait_done(COPY_TIMEOUT_S)
 
-    def take_torn(self) -> Begun | None:
+    def take_torn(self) -> InFlight | None:
         """Returns the last snapshot that was found torn since the last call."""
         torn, self._torn = self._torn, None
         return torn

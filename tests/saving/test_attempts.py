@@ -12,7 +12,7 @@ from ckptlib.errors import ReplicasDiffer, StateChanged, TornSnapshot
 from ckptlib.saving.attempts import Attempts
 from ckptlib.saving.ballots import Ballot
 from ckptlib.saving.due import DueSaves
-from ckptlib.saving.snapshots import Begun
+from ckptlib.saving.snapshots import InFlight
 
 
 class Session:
@@ -20,7 +20,7 @@ class Session:
 
     def __init__(self) -> None:
         self.differing: list[Ballot] = []
-        self.torn: Begun | None = None
+        self.torn: InFlight | None = None
         self.snapshots = SimpleNamespace(take_torn=lambda: self.torn)
         self.verdicts = SimpleNamespace(take_differing=lambda: self.differing)
         self.listener = SimpleNamespace(tell=lambda event: None)
@@ -43,7 +43,7 @@ def test_a_snapshot_that_comes_to_nothing_unmakes_its_own_save_alone(kind: type[
         if kind is ReplicasDiffer:
             session.differing = [Ballot(3, 1, True, staging, None)]
         else:
-            session.torn = Begun(3, staging, True, None)
+            session.torn = InFlight(3, staging, True, None)
         assert attempts.owe_again() is (kind is ReplicasDiffer)
         assert due.to_store
         assert attempts.has(3) is not is_last
