@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptlib.errors import CorruptData, FormatError
+from ckptlib.errors import CorruptData, FormatError, NewerFormat
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def decoded(store: Store, read: Callable[[], bytes], decode: Callable[[bytes], T
     try:
         return decode(document)
     except (CorruptData, FormatError) as error:
-        if store.is_local:
+        if store.is_local or isinstance(error, NewerFormat):  # that one is whole
             raise
         log.warning("%s; it is read once more, since the network may have altered it", error)
     return decode(read())

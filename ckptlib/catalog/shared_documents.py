@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import takewhile
 
+from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.unreadable import UNUSABLE
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -179,15 +181,7 @@ class SharedDocuments:
         """Returns the document `key` from where it lies, `at`: its own key or its copy's. It may have fields that this
         version does not know. Raises ObjectNotFound, CorruptData, FormatError, ObjectUnreadable."""
         where = f"{self.store.url}/{at}"
-        data = as_written(self.store.get(at), where)
-        if key == keys.ROOT:
-            Root.decode(data, where)
-        elif (generation := keys.parse_generation_key(key)) is not None:
-            if Generation.decode(data, where).id != generation:
-                raise FormatError(f"{where}: content and name tell of different generations")
-        elif keys.layout_key(digester(XXH3)(data)) != key:
-            raise CorruptData(f"{where} does not match the digest in its name; it was cut or altered")
-        return data
+        return decoded(self.store, partial(self.store.get, at), partial(_checked, key, where))
 
     # Writing
 
@@ -342,6 +336,18 @@ class SharedDocuments:
         """
         same = takewhile(lambda pair: pair[0] == pair[1], zip(min(wanted), max(wanted), strict=False))
         return {entry.key for entry in self.store.scan("".join(letter for letter, _ in same))}
+
+
+def _checked(key: str, where: str, data: bytes) -> bytes:
+    data = as_written(data, where)
+    if key == keys.ROOT:
+        Root.decode(data, where)
+    elif (generation := keys.parse_generation_key(key)) is not None:
+        if Generation.decode(data, where).id != generation:
+            raise FormatError(f"{where}: content and name tell of different generations")
+    elif keys.layout_key(digester(XXH3)(data)) != key:
+        raise CorruptData(f"{where} does not match the digest in its name; it was cut or altered")
+    return data
 
 
 def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:

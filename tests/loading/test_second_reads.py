@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import layout_of, make_generation, put_part
+from support import layout_of, make_generation, of_version, put_part
 from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
@@ -17,7 +17,7 @@ from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.catalog.resolving import resolve_as_put
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.uses import DROPPED
-from ckptlib.errors import CorruptData, FormatError, SaveFailed
+from ckptlib.errors import CorruptData, FormatError, NewerFormat, SaveFailed
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId
@@ -153,6 +153,39 @@ def test_who_opens_or_copies_a_step_reads_its_manifest_again(
     store.flips = 1000
     with pytest.raises(CorruptData):
         read(Catalog(store), save)
+
+
+def test_a_document_that_steps_share_is_read_again_before_its_copy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, save, _ = saved(tmp_path, is_local=False)
+    store = NoisyDocuments(str(tmp_path))
+    store.is_local = False
+    [layout] = Catalog(store).manifest(save).layouts
+    reads: dict[str, Callable[[Catalog], object]] = {
+        "ckptlib.json": lambda catalog: catalog.open_root(Root("1" * 32, XXH3, 60.0)),
+        "layouts/": lambda catalog: catalog.layout(layout),
+        "generations/": lambda catalog: catalog.generation(save.generation),
+    }
+    for prefix, read in reads.items():
+        store.prefix = prefix
+        quiet = read(Catalog(store))
+        store.flips = 1
+        assert read(Catalog(store)) == quiet
+        assert "Its copy" not in caplog.text
+        store.flips = 2
+        assert read(Catalog(store)) == quiet
+        assert "Its copy" in caplog.text
+        caplog.clear()
+
+
+def test_a_document_that_is_newer_is_not_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = NoisyDocuments(str(tmp_path))
+    store.is_local = False
+    store.put("ckptlib.json", of_version(Root("1" * 32, XXH3, 60.0).encode(), 3))
+    with pytest.raises(NewerFormat):
+        Catalog(store).root()
+    assert "read once more" not in caplog.text
 
 
 def test_a_committer_reads_a_part_again(tmp_path: Path) -> None:
