@@ -34,7 +34,7 @@ from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
-from ckptlib.stores import Store
+from ckptlib.stores import Entry, Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 
@@ -401,6 +401,28 @@ def test_a_live_job_goes_on_where_a_manifest_cannot_be_read(
     assert before - all_keys(store) <= {save.manifest_key for save in found.dropped}
     assert layouts(store) == 2
     assert read_save(store, SaveId(3, generation)).keys() == state(0).keys()
+
+
+def test_a_step_that_comes_to_be_as_its_trash_is_listed_loses_nothing(store: Store, catalog: Catalog) -> None:
+    """Its committer dies before it finds the record. The sweep has listed the steps before, and lists them again."""
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1))
+    save, names = put_parts(catalog, generation, 2, state(2))
+    store.put(save.trash_key, TrashRecord(save, "never committed").encode())
+    age(store, LATER_S)
+    manifest = Committer(catalog).manifest_of(save, names)
+    scan, coming = store.scan, [manifest.encode()]
+
+    def scan_late(prefix: str, after: str = "") -> list[Entry]:
+        if prefix == keys.TRASH and coming:
+            store.put(save.manifest_key, coming.pop())
+        return scan(prefix, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "scan", scan_late)
+        sweep(Catalog(store), None, None)
+    assert not coming
+    assert listed_steps_are_whole(store) == [1, 2]
 
 
 def test_a_job_condemns_nothing_that_it_may_have_in_flight(store: Store, catalog: Catalog) -> None:
