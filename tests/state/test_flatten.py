@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.calls import num_calls
+from helpers.old_torch import fsdp2_on_the_host
 from onerank import Holder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -252,6 +253,7 @@ def test_random_generators_have_no_tensor_looked_at_again(monkeypatch: pytest.Mo
     assert sorted(asked) == ["ema/w", "m/bias", "m/weight"]
 
 
+@fsdp2_on_the_host
 def test_whole_parameters_that_fsdp2_has_freed_are_refused(world: None) -> None:
     model = nn.Linear(3, 3)
     fully_shard(model)
@@ -264,6 +266,7 @@ def test_whole_parameters_that_fsdp2_has_freed_are_refused(world: None) -> None:
     flatten({"p": dict(model.named_parameters())})
 
 
+@fsdp2_on_the_host
 def test_whole_parameters_that_the_walk_itself_frees_are_refused(world: None, tmp_path: Path) -> None:
     model, memo = nn.Linear(3, 3), Memo()
     fully_shard(model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.old_torch import has_float4
 from helpers.registry import close_sessions
 from onerank import same
 from torch import nn, optim
@@ -262,7 +263,7 @@ class Packed(Coded):
         return {**told, "state": copy.deepcopy(told["state"])}
 
 
-@pytest.mark.parametrize("kind", [Named, Coded, Packed])
+@pytest.mark.parametrize("kind", [Named, Coded, pytest.param(Packed, marks=has_float4)])
 def test_what_is_saved_in_full_and_told_otherwise_is_saved(tmp_path: Path, kind: type[Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = kind(model.parameters())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.changed_states import CHANGES, Block, State, bits, expected, make_state, weight
+from helpers.old_torch import fsdp2_on_the_host
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -216,6 +217,7 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@fsdp2_on_the_host
 def test_fsdp2_is_asked_where_it_is_not_sharded(world: None) -> None:
     model, memo = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Memo()
     fully_shard(model[0])

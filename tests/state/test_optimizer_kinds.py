@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.old_torch import adamw_is_adam
 from onerank import Root, same
 from test_optimizers import OPTIMIZERS, model_of, options_of, params, state_of, train
 from torch import nn, optim
@@ -165,6 +166,7 @@ def test_a_class_may_be_renamed(root: Root) -> None:
     assert same(state_of(renamed["o"]), state_of(mine["o"]))
 
 
+@adamw_is_adam
 def test_a_checkpoint_that_tells_no_class(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """As earlier versions wrote it. Only what the hyper-parameters and the state tell is known then."""
     monkeypatch.setattr(flatten, "_describe", lambda optimizer, names: {"groups": names})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.old_torch import fsdp2_on_the_host, marked
 from helpers.scaled import Scaled
 from onerank import Root, same_modules
 from test_made_tensors import WRAPPINGS
@@ -419,7 +420,7 @@ ANEW: dict[str, Callable[[float], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ANEW)
+@pytest.mark.parametrize("kind", marked(ANEW, "FSDP2", fsdp2_on_the_host))
 def test_an_optimizer_trains_the_parameters_of_a_module_that_makes_them_anew(root: Root, kind: str) -> None:
     """A resumed training went on, and changed nothing of the module."""
     source, target = ANEW[kind](3.0), ANEW[kind](0.0)

@@ -1,0 +1,25 @@
+"""What the oldest torch that ckptlib works with does not do, for the tests that ask it of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+fsdp2_on_the_host = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch gathers parameters on accelerators only"
+)
+
+has_float4 = pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="before torch 2.8")
+
+adamw_is_adam = pytest.mark.skipif(
+    not issubclass(optim.AdamW, optim.Adam), reason="AdamW of this torch is no Adam, and has no option that tells so"
+)
+
+
+def marked(names: Iterable[str], which: str, mark: pytest.MarkDecorator) -> list[Any]:
+    """Returns parameters of a test, of which those whose names contain `which` have the mark."""
+    return [pytest.param(name, marks=mark) if which in name else name for name in names]
