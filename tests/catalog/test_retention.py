@@ -403,6 +403,21 @@ def test_a_live_job_goes_on_where_a_manifest_cannot_be_read(
     assert read_save(store, SaveId(3, generation)).keys() == state(0).keys()
 
 
+def test_what_somebody_asked_to_refresh_is_asked_for_as_long_as_its_step_is_there(
+    store: Store, catalog: Catalog
+) -> None:
+    """The next save may refer to its packs, though no step does yet."""
+    generation = make_generation(catalog)
+    first = make_save(catalog, generation, 1, state(1))
+    store.put(first.refresh_key, b"asked for")
+    sweep(catalog, Keep(last=1), generation)
+    assert first.refresh_key in all_keys(store)
+    make_save(catalog, generation, 2, state(2))
+    for _ in range(2):
+        sweep(catalog, Keep(last=1), generation)
+    assert first.refresh_key not in all_keys(store)
+
+
 def test_a_step_that_comes_to_be_as_its_trash_is_listed_loses_nothing(store: Store, catalog: Catalog) -> None:
     """Its committer dies before it finds the record. The sweep has listed the steps before, and lists them again."""
     generation = make_generation(catalog)
