@@ -11,10 +11,13 @@ from helpers.registry import close_sessions
 
 import ckptlib
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.stand import Stand
 from ckptlib.errors import CkptError
+from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.policy.keep import Keep
-from ckptlib.stores import open_store
+from ckptlib.stores import Entry, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +97,16 @@ def test_packs_of_another_step(tmp_path: Path) -> None:
     assert readable(tmp_path) == [1]
     assert swept(tmp_path, Keep(last=1)) == [2]
     assert readable(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("left", [(0, 1), (1,), (0,)])
+def test_packs_of_another_step_of_the_rank_that_uses_them(left: tuple[int, ...]) -> None:
+    """Those of the other rank may go, and are no sign that these are there."""
+    first, second = (SaveId(step, GenerationId(1, "0" * 8)) for step in (1, 2))
+    stand = Stand(0.0, 2, {PackSet(first): 0.0}, {PackSet(first): frozenset({1})}, 0, (), {}, exempt=False)
+    packs = [Entry(first.pack_key(rank, "a77e3b70", 0), 1, 0.0) for rank in left]
+    parts = [Entry(PartName(second, rank, "a77e3b70", "1" * 32, "2" * 32).key, 1, 0.0) for rank in range(2)]
+    assert lacking({first: packs, second: parts}, (), {second: stand}) == (set() if 1 in left else {second})
 
 
 def test_all_lack_objects(tmp_path: Path) -> None:
