@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptlib.exporting.casting import dtype_of, target_of
+from ckptlib.exporting.direct_file import DirectFile
 from ckptlib.exporting.files import INDEX, FilePlan, Item, cut, index_of, parse_size, plan_file, shard_names
 from ckptlib.exporting.names import Naming
 from ckptlib.exporting.outputs import Outputs, outputs
@@ -188,8 +189,14 @@ def _to_safetensors(
         _write(opened, files, file, plan, progress)
     if len(names) > 1:
         index = index_of(plans)
-        files.write(INDEX, len(index), lambda fd: os.pwrite(fd, index, 0))
+        files.write(INDEX, len(index), lambda fd: _write_whole(fd, index))
     return written
+
+
+def _write_whole(fd: int, data: bytes) -> None:
+    with DirectFile(fd) as file:  # a disk that is nearly full takes a part of one call, and that is no error
+        file.write(data)
+        file.finish()
 
 
 def _write(opened: CheckpointReader, files: Outputs, name: str, plan: FilePlan, progress: Progress) -> None:

@@ -168,6 +168,23 @@ def test_a_disk_that_fills_while_it_is_written(tmp_path: Path, monkeypatch: pyte
     ckptlib.export(tmp_path / "root", tmp_path / "out" / "y", format=form)
 
 
+def test_a_disk_that_has_room_for_a_part_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files cuts a write short as a full disk does, before the next one fails. Of all files,
+    only the index reaches it here."""
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    tensors = {f"{'long' * 100}{i}": np.ones(3, np.float32) for i in range(24)}
+    make_save(catalog, make_generation(catalog), 1, tensors)
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, nbytes: None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, limits[1]))
+    try:
+        with pytest.raises(ckptlib.StoreError, match="File too large"):
+            ckptlib.export(tmp_path / "root", tmp_path / "hf", format="hf", max_shard_size=12)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*(tmp_path / "hf").iterdir()] == []
+
+
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_a_name_that_no_file_can_have(tmp_path: Path, form: str) -> None:
     catalog = make_root(LocalStore(str(tmp_path / "root")))
