@@ -15,7 +15,7 @@ from ckptlib.catalog.listed_steps import ListedSteps, list_steps
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.unreadable import UNREADABLE
-from ckptlib.errors import ObjectNotFound, StoreError
+from ckptlib.errors import StoreError
 from ckptlib.format import gc_pause
 from ckptlib.format.keys import PartName, SaveId, pack_save
 from ckptlib.format.manifest import Generation
@@ -171,15 +171,16 @@ class Parents:
         return resumed if resumed is not None and steps.has(resumed) else None
 
     def _record(self, snapshot: Snapshot) -> Generation:
-        """Returns the record of the snapshot's generation. Raises one of UNREADABLE."""
+        """Returns the record of the snapshot's generation. Raises one of UNREADABLE, or StoreError.
+
+        It is looked for before it is read: a reader that finds none reads the copy, which may come in between, and
+        would be told of as the copy of a record that is lost.
+        """
+        generation, is_first = snapshot.header.save.generation, snapshot.header.rank == 0
         deadline, pauses = time.monotonic() + RECORD_WITHIN_S, Pauses(self._catalog.store)
-        while True:
-            try:
-                return self._catalog.generation(snapshot.header.save.generation)
-            except ObjectNotFound:
-                if snapshot.header.rank == 0 or time.monotonic() >= deadline:
-                    raise
+        while not is_first and not self._catalog.is_there(generation.key) and time.monotonic() < deadline:
             time.sleep(pauses.next())
+        return self._catalog.generation(generation)
 
 
 def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None:

@@ -276,6 +276,32 @@ def test_a_record_that_rank_0_has_yet_to_put(
         assert not caplog.records
 
 
+def test_a_record_that_rank_0_puts_as_it_is_looked_for_is_not_called_damaged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its copy comes right behind it: whoever missed the record then finds that."""
+    with no_chance():
+        job = SmallJob(world_size=2)
+        first = job.save_and_commit()
+        job.begin(first, 2)
+        key, read = job.generation.key, job.store.get
+        late = {at: read(at) for at in (key, keys.copy_key(key))}
+        job.store.delete(*late)
+
+        def get(at: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+            try:
+                return read(at, offset, nbytes)
+            finally:
+                while at == key and late:
+                    job.store.put(*late.popitem())
+
+        monkeypatch.setattr(job.store, "get", get)
+        parent, _ = job.writers[1].persister._parents.choose(snapshot(job, job.begin_save(), 1), 0.0)
+    assert parent is not None
+    assert parent.save == first
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_world_size_begins_whole(world_size: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its ranks hold other shards. That is nothing to warn of."""
