@@ -82,6 +82,7 @@ def command(
     """
     catalog = Catalog(store)
     run = partial(sweep, catalog, abandoned=abandoned, exempt=exempt)
+    asks = not (dry_run or yes) and somebody_answers()
     if keep_best and mode is None:
         raise click.UsageError(f"--keep-best {keep_best} needs --mode min, as for a loss, or max, as for an accuracy")
     if keep_best is None and (mode is not None or num_best != 1):
@@ -96,19 +97,17 @@ def command(
             mode=mode,
             num_best=num_best,
         )
-        plan = run(keep, None, dry_run=True)
+        sizes = _sizes(store)
+        result = run(keep, None, dry_run=dry_run or asks)  # without a plan that nobody sees: it lists all objects
     except ValueError as error:  # such as a grace period that is too short for this root
         raise click.UsageError(str(error)) from None
-    sizes = _sizes(store)
-    asked = not dry_run and not yes and somebody_answers() and not _is_idle(plan)
-    if dry_run or asked:
-        _print(output, plan, sizes, _used(catalog, plan), grace, done=False)
-    if asked:
-        click.confirm(_question(plan), abort=True, err=True)
-    result = plan if dry_run else run(keep, None)
+    if asks:
+        if not _is_idle(result):
+            _print(output, result, sizes, _used(catalog, result), grace, done=False)
+            click.confirm(_question(result), abort=True, err=True)
+        result = run(keep, None)
     used = _used(catalog, result)
-    if not dry_run:
-        _print(output, result, sizes, used, grace, done=True)
+    _print(output, result, sizes, used, grace, done=not dry_run)
     output.document({"url": store.url, "dry_run": dry_run, **_document(result, sizes, used)})
     return True
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from helpers.commands import DAY_S, Ckptlib, files, of_step, on_terminal, path_of
 from helpers.increments import SIDE
 from support import age, make_generation, make_save, of_version, replace_object, state
+from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.format.keys import copy_key
+from ckptlib.cli import options
+from ckptlib.format.keys import PARTS, copy_key
+from ckptlib.stores import Entry
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit, write_plan
 
@@ -213,6 +217,26 @@ def test_gc_drops_what_a_rewind_left_behind(ckptlib: Ckptlib, root: Path) -> Non
     assert [row["step"] for row in ckptlib("gc", root, "--keep-last", 9, "--abandoned", "--json").json["dropped"]] == [
         4
     ]
+
+
+class _Listed(LocalStore):
+    """Notes what is listed."""
+
+    listed: ClassVar[list[str]] = []
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        self.listed.append(prefix)
+        return super().scan(prefix, after)
+
+
+def test_gc_lists_parts_once_if_nobody_is_asked(
+    ckptlib: Ckptlib, made: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large root has a million, and each thousand of them is a request."""
+    monkeypatch.setattr(options, "open_store", lambda url, given: _Listed(str(path_of(made))))
+    assert [row["step"] for row in ckptlib("gc", made.url, "--keep-last", 4, "--json").json["dropped"]] == [1]
+    assert _Listed.listed.count(PARTS) == 1
 
 
 @pytest.mark.parametrize(
