@@ -16,8 +16,9 @@ import torch
 
 from ckptlib.errors import StateMismatch
 from ckptlib.format import tagged_values
-from ckptlib.format.layout import OwnPerRank, TensorEntry
+from ckptlib.format.layout import OwnPerRank, Placed, TensorEntry
 from ckptlib.format.paths import below_any
+from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
 from ckptlib.loading.aliases import place, repeats
 from ckptlib.loading.selection import Selection
@@ -355,6 +356,11 @@ def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
     if not isinstance(now, torch.Tensor) or is_subclass(now) or now.is_meta or now.is_inference() or repeats(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+
+
+def is_whole(entry: TensorEntry) -> bool:
+    """Returns whether each rank that had it had all of it."""
+    return isinstance(entry.holding, Placed) and {*map(type, entry.holding.placements)} == {Replicate}
 
 
 def made(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:

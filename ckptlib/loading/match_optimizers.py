@@ -14,12 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
-from ckptlib.format.layout import OwnPerRank, Placed, TensorEntry
+from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.paths import below_any, join, key_of, segment_of
-from ckptlib.format.sharding import Replicate
 from ckptlib.format.values import Json
 from ckptlib.loading.beside import Beside
-from ckptlib.loading.load_plan import LoadPlan, fits, room_for
+from ckptlib.loading.load_plan import LoadPlan, fits, is_whole, room_for
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.loading.trees import rebuild
 from ckptlib.state.leaf import Sharded, leaf_of, local_of, torch_dtype
@@ -151,7 +150,7 @@ class OptimizerTargets:
         had = {key: name for key, name in keys.items() if not self._saved.others_alone(name)}
         if len(had) == len(keys) or not (keys.keys() - had).isdisjoint(now):
             return keys
-        was_whole = all(_is_whole(self._saved.tensors[name]) for name in keys.values() if name in self._saved.tensors)
+        was_whole = all(is_whole(self._saved.tensors[name]) for name in keys.values() if name in self._saved.tensors)
         return had if was_whole else keys
 
     def _values_elsewhere(
@@ -350,11 +349,6 @@ def _device_of(param: torch.Tensor) -> torch.device:
 def _is_by_kernel(options: Mapping[str, object]) -> bool:
     """Returns whether a kernel makes the step, which takes no scalar from the host."""
     return bool(options.get("capturable") or options.get("fused"))
-
-
-def _is_whole(entry: TensorEntry) -> bool:
-    """Returns whether each rank that had it had all of it."""
-    return isinstance(entry.holding, Placed) and {*map(type, entry.holding.placements)} == {Replicate}
 
 
 def _scalar(value: object, param: torch.Tensor, options: Mapping[str, object]) -> object:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
+from ckptlib.format.layout import Placed, TensorEntry
 from ckptlib.format.paths import join
 from ckptlib.format.values import Json, is_nest
-from ckptlib.loading.load_plan import LoadPlan, Make, made
+from ckptlib.loading.load_plan import LoadPlan, Make, is_whole, made
 from ckptlib.reading.rank_values import any_below
 from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.subclasses import is_subclass
+from ckptlib.words import listed
+
+log = logging.getLogger(__name__)
 
 
 def add_object(
@@ -41,8 +47,9 @@ def add_object(
         plan.then(lambda: _call_like(None, load, value))
     elif tree is not None:
         plan.use(name)
-        now = get()
-        build = rebuild(plan, tree, name, now, maker(device))
+        now, cut = get(), list[str]()
+        build = rebuild(plan, tree, name, now, maker(device, cut))
+        _warn_of_whole(path, cut)
         plan.then(lambda: _call_like(now, load, build()))
     else:
         if not plan.miss_kind(path, name, "an object"):
@@ -62,9 +69,28 @@ def _as_dict(path: str, name: str) -> str:
     )
 
 
-def maker(device: torch.device | None = None) -> Make:
-    """Returns a maker of plain tensors, whole on each rank."""
-    return lambda path, entry, now: made(entry, device)
+def maker(device: torch.device | None = None, cut: list[str] | None = None) -> Make:
+    """Returns a maker of plain tensors, whole on each rank. Lists those that were saved as parts in `cut`."""
+
+    def make(path: str, entry: TensorEntry, now: object) -> torch.Tensor:
+        if cut is not None and isinstance(entry.holding, Placed) and not is_whole(entry):
+            cut.append(path)
+        return made(entry, device)
+
+    return make
+
+
+def _warn_of_whole(path: str, names: Sequence[str]) -> None:
+    """Warns of tensors that were saved as parts, and that an object gets whole, since it has no DTensor to fill."""
+    if names and dist.is_initialized() and dist.get_rank() == 0:
+        log.warning(
+            "%s: this object has nothing to fill for %d tensors that were saved as parts of DTensors (%s). Each rank "
+            "gets them whole, as plain tensors. An optimizer in such an object needs DTensors: let it take a step "
+            "before the load, which fills what that makes",
+            path,
+            len(names),
+            listed(names, 3),
+        )
 
 
 def rebuild(plan: LoadPlan, tree: Json, path: str, now: object, make: Make, depth: int = 0) -> Callable[[], object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import re
 import sys
@@ -299,6 +300,42 @@ def optimizers_of_their_own(url: Path) -> None:
     assert resumed.param_groups[0]["lr"] == 0.5 + rank
 
 
+class Around:
+    """What the documents put in the place of an optimizer that ckptlib refuses."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+
+    def state_dict(self) -> dict[str, object]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.optim.load_state_dict(state)
+
+
+def objects_around_optimizers(url: Path) -> None:
+    """One that has nothing to fill gets whole tensors, which is told; one that has taken a step gets DTensors."""
+    model = sharded(model_of())
+    optim = trained(model)
+    ckptlib.save(url, {"model": model, "optim": Around(optim)}, 1)
+    expected = moments(model, optim)
+    for steps in (0, 1):
+        told: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record, told=told: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ckptlib.loading").addHandler(handler)
+        net = sharded(model_of(seed=1))
+        other = trained(net, steps)
+        ckptlib.load(url, {"model": net, "optim": Around(other)})
+        logging.getLogger("ckptlib.loading").removeHandler(handler)
+        got = moments(net, other)
+        assert all(map(torch.equal, got, expected)), steps
+        is_sharded = all(isinstance(v["exp_avg"], DTensor) for v in other.state.values())
+        assert is_sharded == (steps > 0), steps
+        is_told = any("nothing to fill for 12 tensors that were saved as parts" in text for text in told)
+        assert is_told == (steps == 0 and dist.get_rank() == 0), (steps, told)
+
+
 CASES: list[Callable[[Path], None]] = [
     a_part_of_the_names,
     names_that_one_side_lacks,
@@ -311,6 +348,7 @@ CASES: list[Callable[[Path], None]] = [
     moments_of_another_dtype,
     stages_into_one,
     optimizers_of_their_own,
+    objects_around_optimizers,
 ]
 
 
