@@ -380,7 +380,7 @@ class Checkpointer:
         the next start of the job then. Raises WaitTimeout after `timeout`. Then, or if Ctrl-C ends the wait, the writer
         goes on alone.
         """
-        self._ending.close(timeout, self._steps.stop_timeout_s)
+        self._ending.close(timeout, self._steps.stop_timeout_s, self._steps.preempted)
 
     @override
     def __reduce__(self) -> NoReturn:

@@ -28,9 +28,9 @@ class Ending:
         self._session, self._turns, self._fence = session, turns, fence
         self._keeper, self._exports, self._attempts = keeper, exports, attempts
 
-    def close(self, timeout: timedelta, stop_timeout_s: float | None) -> None:
+    def close(self, timeout: timedelta, stop_timeout_s: float | None, preempted: bool) -> None:
         """See `Checkpointer.close`. `stop_timeout_s`: set if the job was told to stop; it then waits no longer than
-        this, and for no export."""
+        this. `preempted`: it was told before its last step, so that is not exported, and it waits for no export."""
         if not isinstance(timeout, timedelta):
             raise TypeError(f"close(timeout={timeout!r}): expected timedelta, such as timedelta(minutes=30)")
         deadline = time.monotonic() + min(timeout.total_seconds(), stop_timeout_s or math.inf)
@@ -40,7 +40,7 @@ class Ending:
             if (missed := self._attempts.missed) is not None:
                 step, why = missed
                 raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
-            if stop_timeout_s is None:
+            if not preempted:
                 telling.pop_all()
                 self._exports.finish(self._attempts.last, self._turns.due.final, deadline)
 

@@ -59,6 +59,19 @@ def test_the_last_step_is_exported(tmp_path: Path) -> None:
     assert exported(out) == weights(job)
 
 
+def test_a_run_that_is_told_to_stop_at_its_last_step_has_ended(tmp_path: Path) -> None:
+    """It ends with status 0, so no launcher starts it again."""
+    told: list[events.Event] = []
+    job, export = Job(tmp_path / "root"), ckptlib.Export(tmp_path / "{step}", only="model", strip="model/")
+    with job.checkpointer(every=100, export=export, on_event=told.append) as ckpt:
+        for step in ckpt.loop(ckpt.restore().step, 6):
+            job.body()
+            if step == 4:  # all ranks act on it one step later, which is the last
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert [type(event) for event in told][-2:] == [events.Committed, events.Exported]
+    assert exported(tmp_path / "6") == weights(job)
+
+
 def test_a_directory_that_a_killed_export_has_left_is_no_export(tmp_path: Path) -> None:
     job, out = Job(tmp_path / "root"), tmp_path / "out"
     export = ckptlib.Export(out / "{step}", format="hf", only="model", strip="model/")
