@@ -16,7 +16,8 @@ RAW, OPTIMIZER = "raw", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Snapshots in memory every few steps, and replicas of them in the memory of other hosts.
+    """Snapshots in memory every few steps, and replicas of them in the memory of other hosts. Give all ranks the same
+    `copies` and `link`.
 
     copies:   replicas of each rank's snapshot, each in another failure domain than the others and the rank itself. 0:
               none; a snapshot then survives its trainer, but not its host.

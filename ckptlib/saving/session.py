@@ -116,10 +116,11 @@ class Session:
         settings = self.settings
         self.catalog = Catalog(self.store)
         peers, local = settings.peers, settings.local
-        if not self.group.same(repr((settings.must_resume, local is None)).encode()):
+        replicas = None if peers is None else (peers.copies, peers.link)
+        if not self.group.same(repr((settings.must_resume, local is None, replicas)).encode()):
             raise ValueError(
-                f"{self.store.url}: must_resume= or local= was given on some ranks only; every rank must give it, or "
-                "none"
+                f"{self.store.url}: must_resume= or local= was given on some ranks only, or peers=, its copies= or its "
+                "link= are not the same on all ranks; every rank must give them alike, or none"
             )
 
         def look() -> None:  # one dry run for all ranks; each reads the root's document after it

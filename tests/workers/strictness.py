@@ -32,6 +32,9 @@ def test_what_one_rank_lacks(directory: Path) -> None:
 
 
 def test_only_on_some_ranks(directory: Path) -> None:
+    for other in (None, ckptlib.Peers(copies=0), ckptlib.Peers(link="optimizer")):
+        with pytest.raises(ValueError, match=r"peers=, .* not the same on all ranks"):
+            checkpointer(directory, {"w": torch.ones(3)}, peers=other if rank() else ckptlib.Peers())
     with checkpointer(directory, {"w": torch.ones(3)}) as ckpt:
         with pytest.raises(ValueError, match="given on some ranks only"):
             ckpt.restore(only="w" if rank() else None)
