@@ -143,6 +143,18 @@ def test_a_step_of_another_root_is_no_origin(fails: bool) -> None:
     assert catalog.generation(own).resumed_from == there
 
 
+def test_a_step_that_only_memory_has_is_an_origin_where_its_generation_has_a_record() -> None:
+    """No step of that generation is committed. The writers that it left may commit this one while the record names
+    it."""
+    catalog = Catalog(MemoryStore())
+    root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    make_save(catalog, make_generation(catalog, 3), 2, state(2))
+    restored, own = SaveId(5, make_generation(catalog, 4)), GenerationId(5, "00000001")
+    record = GenerationRecord(Generation(own, 1, restored, 0.0, {}, "here"), root.id, 6, continues=False)
+    assert record.put(catalog) is None
+    assert catalog.generation(own).resumed_from == restored
+
+
 def test_a_job_that_did_not_restore_goes_on_from_the_newest_step_before_its_own() -> None:
     catalog = make_root(MemoryStore())
     past = make_generation(catalog, 1)
