@@ -245,16 +245,21 @@ class _Credentials:
 
     def __init__(self, found: Any, profile: str | None) -> None:
         self._found, self._profile = found, profile
+        self._last: Any = None
 
     def __call__(self) -> dict[str, Any]:
         from boto3 import Session
         from botocore.credentials import RefreshableCredentials
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, ClientError
 
         if not isinstance(self._found, RefreshableCredentials):
             with suppress(BotoCoreError):  # somebody is writing the file
                 self._found = Session(profile_name=self._profile).get_credentials() or self._found
-        now = self._found.get_frozen_credentials()
+        try:
+            now = self._last = self._found.get_frozen_credentials()
+        except (BotoCoreError, ClientError):  # who renews them is away; boto3 asks minutes before they expire
+            if (now := self._last) is None:
+                raise
         return {
             "access_key_id": now.access_key,
             "secret_access_key": now.secret_key,

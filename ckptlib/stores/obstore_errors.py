@@ -239,4 +239,4 @@ def _plain(text: str) -> str:
 
 def _lacks_credentials(text: str) -> bool:
     places = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "token request", "CredentialProvider")
-    return any(place in text for place in places)
+    return any(place in text for place in (*places, "External AWS credential provider"))

@@ -5,11 +5,13 @@ The servers speak HTTP and TLS on loopback; what S3 says of a token or a clock i
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import ClassVar
 
@@ -155,6 +157,47 @@ def test_credentials_that_are_renewed_in_their_file(
         write(credentials, "third")
         with ThreadPoolExecutor(8) as threads:  # of all that are refused at the same time none is given up
             assert [*threads.map(lambda n: store.put(f"c{n}", b"data"), range(32))] == [None] * 32
+
+
+@pytest.mark.parametrize("client", ["obstore"], indirect=True)
+def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
+    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 asks for others ten minutes before, and raises if it gets none."""
+    from ckptlib.stores import obstore_config
+
+    monkeypatch.setattr(obstore_config, "LOOK_S", -1000)
+    until = datetime.now(timezone.utc) + timedelta(seconds=300)
+    found = {"Version": 1, "AccessKeyId": "first", "SecretAccessKey": "s3cr3t", "Expiration": until.isoformat()}
+    process = credentials.with_name("found.json")
+    process.write_text(json.dumps(found))
+    credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = cat {process}\n")
+    with open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store:
+        store.put("a", b"data")
+        process.unlink()
+        store.put("b", b"data")
+        server.expired.add("first")
+        with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
+            store.put("c", b"data")
+        process.write_text(json.dumps({**found, "AccessKeyId": "second"}))
+        store.put("c", b"data")
+
+
+@pytest.mark.parametrize("client", ["obstore"], indirect=True)
+def test_a_role_that_is_not_given(
+    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server knows no roles, and says so to boto3."""
+    write(credentials, "first")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", server.url)
+    role = "role_arn = arn:aws:iam::123456789012:role/r\nsource_profile = default\n"
+    credentials.with_name("config").write_text(f"[profile lab]\nregion = us-east-1\n{role}")
+    given = {"client": client, "endpoint_url": server.url, "profile": "lab"}
+    with (
+        open_store("s3://bucket/run", given) as store,
+        pytest.raises(StoreDenied, match=r"found no credentials; .*credential provider"),
+    ):
+        store.put("a", b"data")
 
 
 @pytest.mark.parametrize("client", ["s3fs"], indirect=True)
