@@ -251,7 +251,7 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise UnsupportedState(
             f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib cannot "
             "take apart: it has no __tensor_flatten__, or is torch's own; save the plain tensors it is made of"
-            f"{_or_what_is_trained(tensor)}"
+            f"{_instead(tensor)}"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
@@ -267,8 +267,10 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def _or_what_is_trained(tensor: torch.Tensor) -> str:
-    """Returns advice for a weight of a frozen base, such as bitsandbytes' Int8Params."""
+def _instead(tensor: torch.Tensor) -> str:
+    """Returns advice for torchrec's tensors, and for a weight of a frozen base, such as bitsandbytes' Int8Params."""
+    if type(tensor).__name__ == "ShardedTensor":
+        return ". Or save it by ckptlib.dcp.save, which takes one where each rank has one shard at most"
     if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
         return ""
     return (

@@ -172,6 +172,10 @@ class Silent(Scaled):
     __tensor_flatten__ = None  # type: ignore[assignment]
 
 
+class ShardedTensor(Silent):
+    """By its name torch's, which needs a process group."""
+
+
 class Copies(Scaled):
     @property
     def twice(self) -> torch.Tensor:
@@ -196,6 +200,7 @@ def endless() -> Scaled:
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no __tensor_flatten__": (lambda: scaled(1, cls=Silent), "x: test_subclasses.Silent is a tensor subclass that"),
+    "torchrec's": (lambda: scaled(1, cls=ShardedTensor), r"test_subclasses.ShardedTensor .* by ckptlib\.dcp\.save"),
     "context": (
         lambda: scaled(1, context=[object()]),
         "x: the context of helpers.scaled.Scaled has a builtins.obj",
