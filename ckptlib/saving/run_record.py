@@ -61,6 +61,14 @@ def encode_config(config: Mapping[str, object]) -> Json:
     return encoded
 
 
+def recorded_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Returns the tags, with secrets hidden."""
+    hidden: list[str] = []
+    found = {name: _hide(name, text, f"tags.{name}", hidden) for name, text in tags.items()}
+    _warn(hidden)
+    return found
+
+
 def run_record(config: Json, code: bool) -> dict[str, Json]:
     """Returns the record of this process. `config`: encoded, None for none. `code`: adds its command line, and the
     program's revision."""
@@ -92,19 +100,19 @@ def _argv(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def _without_secrets(value: object, where: str, hidden: list[str]) -> object:
-    """Returns the value without secrets, with dicts, lists and tuples made anew."""
+def _without_secrets(value: object, where: str, hidden: list[str], name: str = "") -> object:
+    """Returns the value without secrets, with dicts, lists and tuples made anew. `name`: its key in a dict."""
+    if isinstance(value, str):
+        return _hide(name, value, where, hidden)
+    if _SECRETS.search(name) and value is not None and not isinstance(value, bool):  # a number, or several of them
+        hidden.append(where)
+        return HIDDEN
     if isinstance(value, Mapping):
-        return {
-            key: _hide(str(key), inner, f"{where}.{key}", hidden)
-            if isinstance(inner, str)
-            else _without_secrets(inner, f"{where}.{key}", hidden)
-            for key, inner in value.items()
-        }
+        return {key: _without_secrets(inner, f"{where}.{key}", hidden, str(key)) for key, inner in value.items()}
     if type(value) is list or type(value) is tuple:
         items = [_without_secrets(inner, f"{where}[{n}]", hidden) for n, inner in enumerate(value)]
         return items if type(value) is list else tuple(items)
-    return _hide("", value, where, hidden) if isinstance(value, str) else value
+    return value
 
 
 def _hide(name: str, value: str, where: str, hidden: list[str]) -> str:

@@ -34,7 +34,7 @@ from ckptlib.saving.news import News
 from ckptlib.saving.outcome import Outcomes
 from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
-from ckptlib.saving.run_record import run_record
+from ckptlib.saving.run_record import recorded_tags, run_record
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.stdio import fill_stdio
 from ckptlib.saving.step_metrics import encode_metrics
@@ -135,7 +135,7 @@ class Session:
             self.group,
             settings.algorithm,
             settings.save_deadline.total_seconds(),
-            settings.tags,
+            recorded_tags(settings.tags) if self.group.rank == 0 else {},
             run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
             searched(settings.arena),
             None if settings.resumable is None else settings.resumable.generation,

@@ -128,6 +128,8 @@ def test_passwords_are_left_out_however_they_look_and_wherever_they_stand() -> N
         "hub_token": HIDDEN,
         **words,
     }
+    several = {"password": 12345678, "api_key": ["one", "two"], "credentials": {"user": "me", "phrase": "hunter2"}}
+    assert encode_config({"run": several}) == {"run": dict.fromkeys(several, HIDDEN)}
     told = _argv(["--password", "p@ss=word", "--fp16", "wandb.api_key=0123", "lr=0.1", "s3://me:pw@host/?a=b", "a=b"])
     assert told == ["--password", HIDDEN, "--fp16", f"wandb.api_key={HIDDEN}", "lr=0.1", HIDDEN, "a=b"]
 
@@ -150,8 +152,9 @@ def test_a_job_records_what_it_is_told_to(tmp_path: Path) -> None:
         with ckptlib.Checkpointer(root, {"w": torch.zeros(3)}, every=1, **options) as ckpt:  # type: ignore[arg-type]
             ckpt.save(1).wait_committed()
         (found,) = Catalog(LocalStore(str(root))).records([])[0].values()
-        return found.run
+        return found.run if "tags" not in options else found.tags
 
+    assert record(tmp_path / "tags", tags={"hf_token": "0123456789", "name": "a"}) == {"hf_token": HIDDEN, "name": "a"}
     assert record(tmp_path / "none") == {}
     assert record(tmp_path / "config", config={"lr": 0.1, "layers": (1, 2)}) == {
         "config": {"lr": 0.1, "layers": {"$tuple": [1, 2]}}
