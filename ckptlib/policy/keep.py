@@ -125,8 +125,8 @@ class Keep:
         return cls(
             last=data["last"],
             every=data["every"],
-            grace=timedelta(seconds=data["grace_s"]),
-            within=None if within_s is None else timedelta(seconds=within_s),
+            grace=_time(data["grace_s"]),
+            within=None if within_s is None else _time(within_s),
             best=data["best"],
             mode=data["mode"],
             num_best=data["num_best"],
@@ -195,3 +195,8 @@ class Keep:
                 f"Keep(grace={self.grace}): what a save has put so far could be deleted before it commits; expected "
                 f"at least {timedelta(seconds=2 * save_deadline_s)}, twice the save deadline of the root"
             )
+
+
+def _time(seconds: float) -> timedelta:
+    """Returns a time of so many seconds: of timedelta.max, a float has more than a timedelta holds."""
+    return timedelta(seconds=min(seconds, timedelta.max.days * 86400.0))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from datetime import timedelta
 
 from ckptlib.errors import SaveFailed
+from ckptlib.format.manifest import MAX_DEADLINE_S
 from ckptlib.saving.attempts import Attempts
 from ckptlib.saving.exports import Exports
 from ckptlib.saving.keeper import StateKeeper
@@ -33,7 +33,7 @@ class Ending:
         this. `preempted`: it was told before its last step, so that is not exported, and it waits for no export."""
         if not isinstance(timeout, timedelta):
             raise TypeError(f"close(timeout={timeout!r}): expected timedelta, such as timedelta(minutes=30)")
-        deadline = time.monotonic() + min(timeout.total_seconds(), stop_timeout_s or math.inf)
+        deadline = time.monotonic() + min(timeout.total_seconds(), stop_timeout_s or MAX_DEADLINE_S)
         with ExitStack() as telling:
             telling.callback(self._exports.let_go)  # reports steps that are not exported, whatever is raised
             self._close_session(deadline)

@@ -102,8 +102,9 @@ class Settings:
                     f"{name}={getattr(self, name)!r}: expected a time above 0, such as timedelta({example})"
                 )
         longest = timedelta(seconds=MAX_DEADLINE_S)
-        if self.save_deadline > longest:
-            raise ValueError(f"save_deadline={self.save_deadline!r}: expected at most timedelta(days={longest.days})")
+        for name in ("timeout", "save_deadline"):
+            if getattr(self, name) > longest:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected at most timedelta(days={longest.days})")
         if not _are_texts(self.tags):
             raise TypeError(
                 f"tags={self.tags!r}: expected a dict of texts by name, such as {{'name': 'a'}}; write other values as "

@@ -145,7 +145,7 @@ class Staging:
 
     def wait_done(self, timeout_s: float | None) -> None:
         """Returns when the snapshot is ready or has failed. Raises WaitTimeout."""
-        if not self._sealed.wait(timeout_s):
+        if not self._sealed.wait(timeout_s and min(timeout_s, threading.TIMEOUT_MAX)):
             raise WaitTimeout(f"the snapshot of step {self.step} was not ready within {timeout_s} s")
 
     def wait_sealed(self, timeout_s: float | None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +20,7 @@ import torch
 from helpers.inside import forget_last_save, num_failures, refuse_slots
 from helpers.moody import Moody
 from helpers.one_job import WAIT_S, Job, catalog, faulty, slots, step_once, steps, wait_settled
+from helpers.stage import held as held_back
 from launch import Program, fork_one
 from places import WORKERS
 
@@ -81,6 +84,20 @@ def test_a_last_save_whose_state_could_not_be_had_is_no_success(job: Job) -> Non
     with pytest.raises(SaveFailed, match="step 2 was to be saved and is not, nor is a later one: a file"):
         ckpt.close()
     assert steps(job.root) == [1]
+
+
+def test_waits_without_end(job: Job) -> None:
+    """A save that was on its way was told as one that will never be, and `close` left everything open."""
+    ckpt = job.checkpointer(every=100)
+    with held_back(ckpt._session.stager) as gate:
+        pending = ckpt.save(1)
+        threading.Timer(0.3, gate.set).start()
+        assert pending.result(math.inf) == 1
+    ckpt.after_step(2)
+    ckpt.save(2)
+    ckpt.close(timedelta.max)
+    assert ckpt._session.closed
+    assert steps(job.root) == [1, 2]
 
 
 @pytest.mark.parametrize("told", [False, True])

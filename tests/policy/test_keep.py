@@ -104,6 +104,8 @@ def test_what_the_writer_is_told_is_what_the_trainer_said() -> None:
     keep = Keep(2, 100, timedelta(hours=3), timedelta(days=1), "acc", "max", 4, exempt=bool)
     assert Keep.from_json(json.loads(json.dumps(keep.to_json()))) == replace(keep, exempt=None)
     assert Keep.from_json(Keep().to_json()) == Keep()
+    longest = Keep.from_json(Keep(grace=timedelta.max, within=timedelta.max).to_json())
+    assert longest.grace == longest.within == timedelta(days=timedelta.max.days)
 
 
 def test_of_equals_the_latest_is_the_best_and_nan_never_is() -> None:
