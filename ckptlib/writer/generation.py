@@ -92,8 +92,7 @@ class GenerationRecord:
     def note_put(self, catalog: Catalog) -> None:
         """Notes that the record is there, and keeps it, so that it can be put again if somebody deletes it."""
         self.is_put = True
-        if not self._continues:  # else it lacks the origin that the stored one names
-            catalog.shared.own_record = self.record
+        catalog.shared.own_record = self.record
 
 
 def _left_behind(catalog: Catalog, restored: SaveId) -> str | None:
