@@ -327,9 +327,13 @@ class ObstoreStore(Store):
             most = min(len(paths), io_limits.PAGE_KEYS)  # in one request
             client, more_s = self._requests.deletes(most), io_limits.DELETE_S * most
             try:
-                return self._requests.run("delete", min(keys), lambda: _delete(client, [*paths]), None, more_s=more_s)
-            except NoSuchRequest:
-                self._deletes_many = False
+                return self._requests.run(
+                    "delete", min(keys), lambda: _delete_many(client, [*paths]), None, more_s=more_s
+                )
+            except StoreError as error:
+                if type(error) is not StoreError:
+                    raise
+                self._deletes_many = False  # a server that does not know how, or wants Content-MD5
 
         async def delete() -> None:
             left = [*paths]
@@ -376,9 +380,13 @@ def _range(offset: int, nbytes: int | None) -> dict[str, Any]:
     return {"options": {"range": {"offset": offset}}} if offset else {}
 
 
-async def _delete(client: Any, paths: str | list[str]) -> None:
+async def _delete_many(client: Any, paths: list[str]) -> None:
+    await obstore.delete_async(client, paths)
+
+
+async def _delete(client: Any, path: str) -> None:
     try:
-        await obstore.delete_async(client, paths)
+        await obstore.delete_async(client, path)
     except FileNotFoundError as error:
         failure = Failure.of(error)
         if failure.has_no_bucket or failure.is_page:

@@ -173,11 +173,6 @@ class Failure:
         return self.is_unknown and "checksum" in self.sentence.lower()
 
     @property
-    def cannot_delete_many(self) -> bool:
-        """Whether the server does not know the request for it."""
-        return self.is_unknown or "DeleteObjects response" in self.sentence
-
-    @property
     def is_beyond(self) -> bool:
         """Whether the range asked for does not lie in the object."""
         return self.status == 416 or "Wanted range starting at" in self.sentence or "CONTENT_RANGE" in self.sentence

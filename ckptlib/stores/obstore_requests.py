@@ -82,7 +82,7 @@ class Requests:
         """Returns the result of `work`. The client repeats requests that it takes for harmless; all of ours are.
         `more_s`: how much longer than others one may take.
 
-        Raises Beyond, NoSuchRequest, and StoreErrors for the rest.
+        Raises Beyond, and StoreErrors for the rest.
         """
         retries = Retries(deadline)
         while True:
@@ -100,8 +100,6 @@ class Requests:
                         continue
                 if failure.is_beyond:
                     raise Beyond from None
-                if doing == "delete" and failure.cannot_delete_many:
-                    raise NoSuchRequest from None
                 may_pass = failure.may_pass or (doing == "put" and failure.lost_directory)
                 wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S + more_s else None
                 if wait_s is None:
@@ -122,4 +120,4 @@ class Beyond(Exception):
 
 
 class NoSuchRequest(Exception):
-    """The server does not know how to delete many objects by one request, or to put one only where there is none."""
+    """The server does not know how to put an object only where there is none."""

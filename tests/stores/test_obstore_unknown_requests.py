@@ -1,4 +1,5 @@
-"""What a server does not implement, and says so, as OpenStack Swift's S3 does: by 501, which is no outage."""
+"""What a server does not implement, and says so: by 501, as OpenStack Swift's S3 does, or in another way. It is no
+outage."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from helpers.answering import Handler, Server
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
-from ckptlib.errors import StoreError
+from ckptlib.errors import StoreDenied, StoreError
 from ckptlib.stores import Store, open_store
 
 SHORT_RETRY_S = 1.5
@@ -28,6 +29,9 @@ class Swift(Server):
         """Of those that were taken."""
         self.busy = 0
         """How many puts are told to come again later."""
+        self.to_many = 501, "NotImplemented"
+        """What it answers to a request to delete many."""
+        self.deleted: list[str] = []
 
 
 class _Handler(Handler):
@@ -46,6 +50,14 @@ class _Handler(Handler):
         else:
             self.server.bodies.append(body)
             self.answer(200)
+
+    def do_POST(self) -> None:
+        self.body()
+        self._refuse(*self.server.to_many, "no")
+
+    def do_DELETE(self) -> None:
+        self.server.deleted.append(self.path)
+        self.answer(204)
 
     def _refuse(self, status: int, code: str, told: str) -> None:
         self.answer(
@@ -97,3 +109,27 @@ def test_a_checksum_that_is_not_known(swift: Swift, store: Store) -> None:
         with pytest.raises(StoreError, match=told):
             call()
     assert swift.bodies == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *((501, "NotImplemented"), (400, "MissingContentMD5"), (400, "InvalidRequest"), (405, "MethodNotAllowed")),
+        (404, "NoSuchKey"),
+    ],
+)
+def test_many_are_deleted_one_by_one_where_the_server_does_not_know_how(
+    swift: Swift, store: Store, answer: tuple[int, str]
+) -> None:
+    """404 is no word that all of them are gone."""
+    swift.to_many = answer
+    for keys in (("a", "b"), ("c", "d")):
+        store.delete(*keys)
+    assert sorted(swift.deleted) == [f"/bucket/run/{key}" for key in "abcd"]
+
+
+def test_many_that_may_not_be_deleted(swift: Swift, store: Store) -> None:
+    swift.to_many = 403, "AccessDenied"
+    with pytest.raises(StoreDenied, match="grant them the right to delete"):
+        store.delete("a", "b")
+    assert swift.deleted == []
