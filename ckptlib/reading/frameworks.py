@@ -28,7 +28,10 @@ def framework_of(name: str | None) -> str:
     if name not in _NAMES:
         raise ValueError(f"framework {name!r}: expected 'pt' or 'numpy'")
     if _NAMES[name] == TORCH and not _has_torch():
-        raise ImportError("framework 'pt' needs torch, which is not installed; ask for framework='numpy'")
+        raise ImportError(
+            "this needs torch, which is not installed; without it ask for framework='numpy', or export to safetensors "
+            "or hf"
+        )
     return _NAMES[name]
 
 
