@@ -88,6 +88,11 @@ class Slot(ReadableSlot):
         except OSError as error:
             os.close(fd)
             path.unlink(missing_ok=True)  # a later job may have removed it, as one that was never filled
+            if error.errno == errno.EFBIG:
+                raise NoRoom(
+                    f"{directory} takes no slot of {nbytes:,} bytes: {error.strerror}; raise the limit on the size of "
+                    "this process's files (ulimit -f)"
+                ) from error
             free = os.statvfs(directory)
             raise NoRoom(
                 f"{directory} has no room for a slot of {nbytes:,} bytes ({free.f_bavail * free.f_frsize:,} free): "

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -269,6 +270,17 @@ def test_no_room_on_a_full_tmpfs_is_an_error_and_leaves_nothing(small_tmpfs: Pat
     with pytest.raises(NoRoom, match="no room for 1,048,576 bytes of table"):
         slot.write_documents(512 << 10, {"layout": b"x", "table": b"x" * (1 << 20)})
     slot.close()
+
+
+def test_a_limit_on_the_size_of_files_is_told_as_that(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (CAPACITY, limits[1]))
+    try:
+        with pytest.raises(NoRoom, match=r"takes no slot of 20,480 bytes: File too large; raise .*\(ulimit -f\)"):
+            Slot.create(tmp_path, "ckptlib", CAPACITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- locks, between processes
