@@ -84,26 +84,15 @@ class JobThread:
                     self._num_open -= 1
 
 
-class JobFutures:
-    """Runs jobs on one thread and returns their results. Unlike a ThreadPoolExecutor's, the thread keeps no process
-    from ending: wait for the last jobs if you want them done."""
-
-    def __init__(self, name: str) -> None:
-        self._thread = JobThread(name)
+class JobFutures(JobThread):
+    """Returns the results of its jobs, too. Unlike a ThreadPoolExecutor's, the thread keeps no process from ending:
+    wait for the last jobs if you want them done."""
 
     def submit(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
         """Adds a call, which runs after those given before, and returns its future."""
         future: Future[Result] = Future()
-        self._thread.put(partial(fulfil, future, partial(call, *args, **kwargs)))
+        self.put(partial(fulfil, future, partial(call, *args, **kwargs)))
         return future
-
-    def finish(self) -> None:
-        """Waits for all jobs. None may be submitted afterwards."""
-        self._thread.finish()
-
-    def leave(self) -> None:
-        """Lets the thread end after its last job, without waiting. No job may be submitted afterwards."""
-        self._thread.leave()
 
 
 def fulfil(future: Future[Result], call: Callable[[], Result]) -> None:
