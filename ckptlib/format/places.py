@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,14 +82,14 @@ def encode_places(places: Places, nbytes: Sequence[int]) -> dict[str, Json]:
     fields: dict[str, Json] = {"runs": _to_runs(places.packs, places.offsets, stored)}
     if not places.codings:
         return {"places": fields}
-    names = sorted({coding.codec for coding in places.codings.values()})
-    names += sorted({b.codec for b in _bases(places.codings) if b.codec is not None} - {*names})
-    number: dict[str | None, int] = {None: 0, **{name: at for at, name in enumerate(names, 1)}}
     codings = places.codings
+    based = {chunk: coding.base for chunk, coding in sorted(codings.items()) if coding.base is not None}
+    names = sorted({coding.codec for coding in codings.values()})
+    names += sorted({base.codec for base in based.values() if base.codec is not None} - {*names})
+    number: dict[str | None, int] = {None: 0, **{name: at for at, name in enumerate(names, 1)}}
     codec = [number[codings[chunk].codec] if chunk in codings else 0 for chunk in range(len(nbytes))]
     fields |= {"codecs": list(names), "codec": list(codec), "stored": list(stored)}
     found: dict[str, Json] = {"places": fields}
-    based = {chunk: coding.base for chunk, coding in sorted(codings.items()) if coding.base is not None}
     if based:
         found["bases"] = {
             "chunk": list(based),
@@ -108,10 +108,6 @@ def encode_places(places: Places, nbytes: Sequence[int]) -> dict[str, Json]:
             "digests": "".join(loss.raw_digest for loss in lossy.values()),
         }
     return found
-
-
-def _bases(codings: Mapping[int, Coding]) -> Iterable[Base]:
-    return (coding.base for coding in codings.values() if coding.base is not None)
 
 
 def _to_runs(packs: Sequence[int], offsets: Sequence[int], stored: Sequence[int]) -> Json:
