@@ -45,6 +45,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
 
 
+def percent(share: float | None) -> str:
+    """Formats a share of 1: "3.2 %"; None as "unknown"."""
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
 def duration(seconds: float) -> str:
     """Formats a time span in its largest unit: "3 min"."""
     if seconds < 1:

@@ -24,7 +24,7 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import THREADS
-from ckptlib.words import count, cut, size
+from ckptlib.words import count, cut, percent, size
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ def _value(value: object, is_there: bool) -> str:
 
 
 def _cells(tensor: Tensor, changed: Changed, deep: bool) -> list[Cell]:
-    share = f"{100 * min(changed.nbytes / max(tensor.nbytes, 1), 1):.1f} %"
+    share = percent(min(changed.nbytes / max(tensor.nbytes, 1), 1))
     elements = [f"{changed.elements:,}"] if deep else []
     return [tensor.entry.name, size(changed.nbytes), size(tensor.nbytes), share, *elements]
 

@@ -14,7 +14,7 @@ from ckptlib.cli.output import Output
 from ckptlib.format.account import CLOSED, DIED
 from ckptlib.reporting.plots import USES
 from ckptlib.stores import Store
-from ckptlib.words import count, moment, seconds
+from ckptlib.words import count, moment, percent, seconds
 
 MAX_STARTS = 40
 """The most lines of the table; --json has all."""
@@ -92,7 +92,7 @@ def _print(output: Output, found: Goodput, accounts: Accounts) -> None:
 def _print_sums(output: Output, found: Goodput) -> None:
     total = found.spent.total
     rows = [
-        (name, seconds(value), _share(value / total if total else None), USES[name][1])
+        (name, seconds(value), percent(value / total if total else None), USES[name][1])
         for name, value in asdict(found.spent).items()
     ]
     output.columns(("", "time", "share", ""), [*rows, ("total", seconds(total), "", "")], right=("time", "share"))
@@ -102,7 +102,7 @@ def _print_sums(output: Output, found: Goodput) -> None:
     if found.interval is not None and found.save_cost is not None:
         saves = f"{found.num_saves:,}, one for {seconds(found.interval)} of training"
         output.line(f"saves: {saves}, which waits {seconds(found.save_cost)} for it")
-    output.line(f"ETTR: {_share(found.ettr)} measured, {_share(found.predicted)} by the formula")
+    output.line(f"ETTR: {percent(found.ettr)} measured, {percent(found.predicted)} by the formula")
 
 
 def _print_starts(output: Output, found: Goodput) -> None:
@@ -122,7 +122,3 @@ def _print_starts(output: Output, found: Goodput) -> None:
         for start in shown
     ]
     output.columns(header, rows, right=("lost", "trained", "stalled", "restoring", "down before"))
-
-
-def _share(value: float | None) -> str:
-    return "unknown" if value is None else f"{100 * value:.1f} %"

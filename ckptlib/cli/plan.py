@@ -25,7 +25,7 @@ from ckptlib.sizing.parameters import MOMENTS, NO_OPTIMIZER, PRECISIONS, per_par
 from ckptlib.sizing.plan import Plan, Question, Subject
 from ckptlib.stores import Store
 from ckptlib.stores.measure import measure
-from ckptlib.words import count, duration, size
+from ckptlib.words import count, duration, percent, size
 
 MEASURED_LEAST, MEASURED_MOST, MEASURED_MOST_LOCAL = (n * 1024 * 1024 for n in (16, 128, 512))
 """The limits of the bytes that a store is measured with, which are else a rank's. A local store is fast, and slower for
@@ -220,7 +220,7 @@ def _tell_time(output: Output, plan: Plan, how: str) -> None:
         when = f"at {duration(seconds)}" if name == "young" else f"from {duration(seconds)} on"
         _line(output, "", f"{when}, {words[name]}")
     if plan.ettr is not None:
-        _line(output, "ETTR", f"{100 * plan.ettr:.1f} % of the time trains steps that count")
+        _line(output, "ETTR", f"{percent(plan.ettr)} of the time trains steps that count")
 
 
 def _tell_storage(output: Output, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from ckptlib.reporting import plots, tables
 from ckptlib.reporting.html import Element, join, tag
 from ckptlib.reporting.records import Records
 from ckptlib.reporting.style import STYLE
-from ckptlib.words import count, duration, moment, size
+from ckptlib.words import count, duration, moment, percent, size
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The page's policy: a browser may load nothing for it, so even markup that was not escaped could send nothing."""
@@ -75,9 +75,8 @@ def _tiles(found: Records) -> list[Element]:
         starts = sum(not begin.is_rewind for begin in found.begins)
         tiles.append(tile("ranks", f"... {shown}" if len(sizes) > 4 else shown, count(starts, "start")))
     if goodput.ettr is not None:
-        tiles.append(
-            tile("ETTR", f"{100 * goodput.ettr:.1f} %", f"of {duration(goodput.spent.total)} trained steps that count")
-        )
+        trained = f"of {duration(goodput.spent.total)} trained steps that count"
+        tiles.append(tile("ETTR", percent(goodput.ettr), trained))
     gone = sum(not save.may_come for save in found.failed)
     more = f"{count(gone, 'save')} never committed" if gone else ""
     tiles.append(tile("failed starts", f"{goodput.failures:,}", more, bad=bool(goodput.failures)))

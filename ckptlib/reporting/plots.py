@@ -22,7 +22,7 @@ from ckptlib.reporting.charts import (
 from ckptlib.reporting.html import Child, Element, tag
 from ckptlib.reporting.records import Begin, Records, Step
 from ckptlib.reporting.scale import Scale, is_date
-from ckptlib.words import count, moment, seconds, size
+from ckptlib.words import count, moment, percent, seconds, size
 
 USES = {
     "trained": ("c-blue", "steps that count"),
@@ -149,20 +149,16 @@ def time_spent(found: Records) -> Element:
             "tr",
             tag("td", tag("i", class_=USES[name][0]), name),
             tag("td", seconds(value), class_="n"),
-            tag("td", f"{100 * value / total:.1f} %", class_="n"),
+            tag("td", percent(value / total), class_="n"),
             tag("td", USES[name][1]),
         )
         for name, value in values.items()
     ]
     ettr, predicted = found.goodput.ettr, found.goodput.predicted
     text = f"{seconds(total)} in all. ETTR (effective training time ratio), the share that trained steps which count: "
-    text += f"{_percent(ettr)} measured"
-    text += "" if predicted is None else f", {_percent(predicted)} by the formula from intervals, stalls and failures"
+    text += f"{percent(ettr)} measured"
+    text += "" if predicted is None else f", {percent(predicted)} by the formula from intervals, stalls and failures"
     return section("Where the time went", tag("p", text + "."), bar, tag("table", *rows))
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f} %"
 
 
 # Each save
