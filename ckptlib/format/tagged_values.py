@@ -11,7 +11,7 @@ import binascii
 import math
 import reprlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from typing_extensions import override
@@ -145,15 +145,17 @@ def decode_keys(data: object, where: Where, depth: int) -> list[tuple[Hashable, 
     return pairs
 
 
-def decode_entries(pairs: object, path: str, depth: int) -> list[tuple[Hashable, str, object]]:
-    """Returns each key of a tree's dict, the path of its entry, and the undecoded item beside it."""
-    found = []
+def decode_entries(pairs: object, path: str, depth: int) -> Iterator[tuple[Hashable, str, object]]:
+    """Yields each key of a tree's dict, the path of its entry, and the undecoded item beside it.
+
+    One by one: a path may be long, and a hostile dict of a few megabytes has many entries below it.
+    """
     for key, item in decode_keys(pairs, path, depth):
         try:
-            found.append((key, join(path, key), item))
+            name = join(path, key)
         except ValueError as error:  # an int of more digits than Python converts
             raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
-    return found
+        yield key, name, item
 
 
 def _decode_counter(data: object, where: Where, depth: int) -> Counter[object]:

@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections import defaultdict, deque, namedtuple
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path, PurePosixPath
@@ -22,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import FormatError, UnsupportedState
-from ckptlib.format.tagged_values import MAX_DEPTH
+from ckptlib.format.tagged_values import MAX_DEPTH, decode_entries
 from ckptlib.format.values import decode, dumps, encode, loads
 
 # -- refusals --
@@ -259,6 +260,18 @@ def printed(data: object) -> str:
 def test_malformed_is_refused_with_its_path(data: object) -> None:
     with pytest.raises(FormatError, match=r"^part\.loader\[1\]"):
         decode({"loader": [0, data]}, "part")
+
+
+def test_a_long_key_costs_no_memory_for_each_entry_below_it() -> None:
+    """Paths are as long as the document: with all of them at once, a document of 1 MB took a gigabyte."""
+    path, seen = "k" * 2**20, 0
+    tracemalloc.start()
+    for _, name, _ in decode_entries([[str(i), None] for i in range(200)], path, 0):
+        seen += len(name) > len(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seen == 200
+    assert most < 10 * len(path)
 
 
 json_like = st.recursive(
