@@ -28,11 +28,13 @@ numpy nor torch before a value needs it.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from enum import Enum
 from typing import NoReturn, TypeAlias, cast
 
 from ckptlib.errors import FormatError, UnsupportedState
@@ -242,6 +244,12 @@ def _refused(value: object, where: Where) -> UnsupportedState:
         remedy = "text: str(x)"
     elif isinstance(value, io.BytesIO):
         remedy = "bytes: x.getvalue()"
+    elif isinstance(value, Enum) and not bases:
+        remedy = "its value: x.value"
+    elif (dataclasses.is_dataclass(kind) or kind.__module__ in ("argparse", "types")) and hasattr(value, "__dict__"):
+        remedy = "the dict of its attributes, which changes with it: vars(x)"
+    elif kind.__module__.partition(".")[0] == "omegaconf":
+        remedy = "plain values: OmegaConf.to_container(x)"
     elif callable(getattr(kind, "state_dict", None)):
         remedy = "its own state: x.state_dict()"
     return UnsupportedState(

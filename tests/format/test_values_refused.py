@@ -14,6 +14,7 @@ import tracemalloc
 from collections import defaultdict, deque, namedtuple
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -357,9 +358,22 @@ def test_what_is_best_kept_as_text_is_told_so(value: object) -> None:
     assert through(str(value)) == str(value)
 
 
+@dataclasses.dataclass
+class Progress:
+    step: int = 0
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+
+
 @pytest.mark.parametrize(
     ("value", "remedy"),
     [
+        (Progress(), r"the dict of its attributes, which changes with it: vars\(x\)"),
+        (SimpleNamespace(step=0), r"the dict of its attributes, which changes with it: vars\(x\)"),
+        (Phase.WARM, r"its value: x\.value"),
+        (type("ListConfig", (), {"__module__": "omegaconf.listconfig"})(), r"plain .*OmegaConf\.to_container\(x\)"),
         (io.BytesIO(b"as an extra state"), r"bytes: x\.getvalue\(\)"),
         (torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 2), r"its own state: x\.state_dict\(\)"),
     ],
