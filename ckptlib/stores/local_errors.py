@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
+from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError, StoreFull
 
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 """Errors that say that there is no such object."""
@@ -36,7 +36,9 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
         cause += f", of {error.filename}"  # a directory above the root, or the root
     if error.errno in _FULL:
         return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
-    kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
+    kind: type[StoreError] = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
+    if doing == "begin to write" and error.errno in _DENIED:  # nothing is there yet; later a flush may be refused
+        kind = StoreDenied
     return kind(f"{path}: cannot {doing}: {cause}")
 
 

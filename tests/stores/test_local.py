@@ -252,13 +252,13 @@ def test_what_is_denied_above_a_root_is_named(mode: int, named: str) -> None:
     """A directory that cannot be listed cannot be flushed, so a new root in it would not be durable."""
     script = """
 import os, sys
-from ckptlib.errors import StoreError
+from ckptlib.errors import StoreDenied
 from ckptlib.stores.local import LocalStore
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
     LocalStore(sys.argv[1] + "/root").put("a/b", b"1")
-except StoreError as error:
+except StoreDenied as error:
     assert str(error).endswith(f"a/b: cannot begin to write: Permission denied (errno 13), of {sys.argv[2]}"), error
 else:
     sys.exit("was put")
