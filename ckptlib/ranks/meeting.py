@@ -22,6 +22,9 @@ from ckptlib.ranks.notices import Notices
 
 log = logging.getLogger(__name__)
 
+LONGEST = timedelta(days=365)
+"""How long ranks wait at a meeting, at most: neither Python's locks nor torch's store take timedelta.max."""
+
 ALONE = ("", "1")
 """Values of WORLD_SIZE if no launcher has started other ranks."""
 
@@ -111,7 +114,7 @@ def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedel
     group = group_or_world(over)
     if group is None or group.size() == 1:
         return
-    attended = False
+    attended, timeout = False, min(timeout, LONGEST)
     try:
         shared = shared_by(group, timeout)
         store = PrefixStore(f"meetings/{place}", shared.store)
