@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from torch import optim
+from torch.distributed.tensor import distribute_tensor
 
 fsdp2_on_the_host = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch gathers parameters on accelerators only"
 )
 
 has_float4 = pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="before torch 2.8")
+
+cuts_by_itself = pytest.mark.skipif(
+    "src_data_rank" not in signature(distribute_tensor).parameters,
+    reason="a rank of this torch does not cut a DTensor without the others",
+)
 
 adamw_is_adam = pytest.mark.skipif(
     not issubclass(optim.AdamW, optim.Adam), reason="AdamW of this torch is no Adam, and has no option that tells so"

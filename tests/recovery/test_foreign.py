@@ -46,7 +46,7 @@ def test_a_file_of_torch_save_is_named(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_a_directory_of_dcp_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "root"
-    dcp.save({"x": torch.ones(3)}, checkpoint_id=root, no_dist=True)
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=root)
     (said,) = restored(root, caplog)
     assert ".metadata (torch.distributed.checkpoint), __0_0.distcp (torch.distributed.checkpoint)" in said
 
