@@ -24,7 +24,7 @@ PLACES = {
     "Stager.begin": "the writer expects a snapshot that nobody takes",
     "Stager.copy": "a snapshot that was begun is never filled",
     "Fence.guard": "nothing keeps the optimizer from what is to be copied",
-    "Steps._warn_of_metrics": "the fence waits for a copy that nobody lets go",
+    "TrainingSteps._warn_of_metrics": "the fence waits for a copy that nobody lets go",
     "JobThread.put": "nobody copies what was let go",
 }
 
@@ -51,7 +51,7 @@ def test_training_goes_on(job: Job, place: str) -> None:
         told = job.bits()
         ckpt.close(timedelta(seconds=WAIT_S))
     assert {1, 4} <= {*steps(job.root)}
-    assert (2 in steps(job.root)) <= (place in ("Steps._warn_of_metrics", "JobThread.put")), "the fence let it go"
+    assert (2 in steps(job.root)) <= (place in ("TrainingSteps._warn_of_metrics", "JobThread.put")), "the fence let it go"
     assert slots(job.root.parent) == []
     job.body()
     ckptlib.load(job.root, job.state)
@@ -121,7 +121,7 @@ OPENING = [
     "Turns.__init__",
     "StopSignal._install",
     "_Watch.begin",
-    "Steps.__init__",
+    "TrainingSteps.__init__",
     "Resumption.warm",
     "StateKeeper.begin",
 ]

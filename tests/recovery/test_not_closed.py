@@ -149,7 +149,7 @@ def test_a_save_that_does_not_end_is_waited_for_no_longer_than_any_may_take(
     session_of(first).close(timedelta(0), clean=False)
 
 
-@pytest.mark.parametrize("place", ["Stager.begin", "Stager.copy", "Steps._warn_of_metrics"])
+@pytest.mark.parametrize("place", ["Stager.begin", "Stager.copy", "TrainingSteps._warn_of_metrics"])
 def test_the_next_one_waits_for_no_save_whose_begin_was_interrupted(tmp_path: Path, place: str) -> None:
     """As by Ctrl-C in a notebook, whose traceback keeps the first one. No such save ever ends by itself."""
     first = begun(tmp_path)

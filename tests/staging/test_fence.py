@@ -206,7 +206,7 @@ def test_drained_behind_a_step_whose_save_was_interrupted_as_it_began(
     """The fence is closed for it, and nobody lets it go on."""
     monkeypatch.setattr("ckptlib.staging.fence.DRAIN_TIMEOUT_S", 5.0)
     with ckptlib.Checkpointer(tmp_path, {"w": torch.ones(100)}, every=1, arena=tmp_path) as ckpt:
-        with interrupted_at("Steps._warn_of_metrics"):
+        with interrupted_at("TrainingSteps._warn_of_metrics"):
             ckpt.after_step(1)
         ckpt.drain()
         assert not pending_of(fence_of(ckpt))
