@@ -245,11 +245,10 @@ class Checkpointer:
     def loop(self, start: int, total: int) -> Iterator[int]:
         """Yields the steps from `start` up to `total`, and calls `after_step` after each body.
 
-        The RNG state is restored as the first body begins, as by `restore_random`. The state after the last
-        step is always saved. When a rank receives SIGTERM or SIGUSR1, or `preempted` says so, all ranks save once more
-        and the loop ends early, as does each later one, before its first body; a `with` block raises Preempted then,
-        which ends the process with status 75. If the program installed handlers of its own before it created the
-        Checkpointer, those stay.
+        The RNG state is restored as the first body begins, as by `restore_random`. The state after the last step is
+        always saved. When a rank receives SIGTERM or SIGUSR1, or `preempted` says so, all ranks save once more and the
+        loop ends early, as does each later one, before its first body; a `with` block raises Preempted then, which ends
+        the process with status 75. Handlers that the program installed before it created the Checkpointer stay.
         """
         self._check_open()
         if self._steps.stopping:  # since the loop before: a step of this loop would stand for bodies that never ran
@@ -286,6 +285,7 @@ class Checkpointer:
         """
         self._check_open()
         if self._steps.stopping:  # a loop that does not ask would go on, saving each step, until it is killed
+            self._steps.preempted = True  # also where this follows the last step of a `loop`
             self.close()
             raise Preempted
         step = checked_step(step)

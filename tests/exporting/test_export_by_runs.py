@@ -72,6 +72,18 @@ def test_a_run_that_is_told_to_stop_at_its_last_step_has_ended(tmp_path: Path) -
     assert exported(tmp_path / "6") == weights(job)
 
 
+def test_a_run_that_goes_on_behind_the_loop_in_which_it_is_told_to_stop_has_not_ended(tmp_path: Path) -> None:
+    job, export = Job(tmp_path / "root"), ckptlib.Export(tmp_path / "out", only="model")
+    ckpt = job.checkpointer(every=100, export=export)
+    for step in ckpt.loop(ckpt.restore().step, 6):
+        job.body()
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(ckptlib.Preempted):
+        ckpt.after_step(7)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_directory_that_a_killed_export_has_left_is_no_export(tmp_path: Path) -> None:
     job, out = Job(tmp_path / "root"), tmp_path / "out"
     export = ckptlib.Export(out / "{step}", format="hf", only="model", strip="model/")
