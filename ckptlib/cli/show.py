@@ -38,6 +38,9 @@ MAX_VALUE_WIDTH = 100
 MAX_KINDS = 20
 """The most kinds of tensors that are shown to people, the largest first; JSON has all."""
 
+MAX_ENTRIES = 50
+"""The most entries of the state that are shown to people, the largest; a flat state has one for each tensor."""
+
 MAX_STEPS = 8
 """The most steps that a step stands on that are shown to people; JSON has all."""
 
@@ -334,7 +337,13 @@ def _print_layouts(output: Output, manifest: Manifest, layouts: Mapping[str, Lay
 
 def _print_totals(output: Output, tensors: list[Tensor], objects: Mapping[str, Objects]) -> None:
     output.line()
-    rows = [(name, f"{t['num_tensors']:,}", size(t["nbytes"])) for name, t in totals(tensors).items()]
+    found = totals(tensors)
+    rest = sorted(found, key=lambda name: found[name]["nbytes"], reverse=True)[MAX_ENTRIES:]
+    others = [found.pop(name) for name in rest]
+    rows = [(name, f"{t['num_tensors']:,}", size(t["nbytes"])) for name, t in found.items()]
+    if others:
+        number, nbytes = (sum(t[of] for t in others) for of in ("num_tensors", "nbytes"))
+        rows.append((f"{len(others):,} others (--tensors)", f"{number:,}", size(nbytes)))
     rows.append(("total", f"{len(tensors):,}", size(sum(tensor.nbytes for tensor in tensors))))
     output.columns(("STATE", "TENSORS", "SIZE"), rows, right=("TENSORS", "SIZE"))
     output.line()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from helpers.commands import Ckptlib, files, of_step
 from helpers.increments import SIDE
-from support import make_root, make_save, state
+from support import make_generation, make_root, make_save, state
 
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -158,6 +159,21 @@ def test_show(ckptlib: Ckptlib, saved: Path) -> None:
     packs = [path for path in files(saved) if "/packs/000000000002" in path]
     assert document["objects"]["packs"] == {"number": 2, "nbytes": sum(files(saved)[path][0] for path in packs)}
     assert set(document["generations"][0]["versions"]) == {"python", "torch", "ckptlib"}
+
+
+def test_show_of_a_flat_state(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    """Such as model.state_dict(), of which each tensor is an entry: the largest are shown, and the sum of the others."""
+    store = LocalStore(str(tmp_path / "root"))
+    catalog = make_root(store)
+    make_save(catalog, make_generation(catalog), 1, {f"w{n:04}": np.zeros(100 + n, "u1") for n in range(1000)})
+    lines = ckptlib("show", store.url).lines()
+    at = lines.index(["STATE", "TENSORS", "SIZE"])
+    assert [line[0] for line in lines[at + 1 : at + 51]] == [f"w{n:04}" for n in range(950, 1000)]
+    assert lines[at + 51 : at + 53] == [
+        ["950", "others", "(--tensors)", "950", *size(sum(range(100, 1050))).split()],
+        ["total", "1,000", *size(sum(range(100, 1100))).split()],
+    ]
+    assert len(ckptlib("show", store.url, "--json").json["totals"]) == 1000
 
 
 def test_show_a_step_that_was_left_behind_by_its_name(ckptlib: Ckptlib, saved: Path) -> None:
