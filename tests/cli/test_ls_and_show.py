@@ -162,7 +162,7 @@ def test_show(ckptlib: Ckptlib, saved: Path) -> None:
 
 
 def test_show_of_a_flat_state(ckptlib: Ckptlib, tmp_path: Path) -> None:
-    """Such as model.state_dict(), of which each tensor is an entry: the largest are shown, and the sum of the others."""
+    """Such as model.state_dict(), of which each tensor is an entry: the largest are shown, and the sum of others."""
     store = LocalStore(str(tmp_path / "root"))
     catalog = make_root(store)
     make_save(catalog, make_generation(catalog), 1, {f"w{n:04}": np.zeros(100 + n, "u1") for n in range(1000)})
