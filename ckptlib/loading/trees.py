@@ -85,8 +85,8 @@ def _warn_of_whole(path: str, names: Sequence[str]) -> None:
     if names and dist.is_initialized() and dist.get_rank() == 0:
         log.warning(
             "%s: this object has nothing to fill for %d tensors that were saved as parts of DTensors (%s). Each rank "
-            "gets them whole, as plain tensors. An optimizer in such an object needs DTensors: let it take a step "
-            "before the load, which fills what that makes",
+            "gets them whole, as plain tensors. If it is an optimizer of DTensors, let it take a step before the load, "
+            "which fills what that makes",
             path,
             len(names),
             listed(names, 3),
