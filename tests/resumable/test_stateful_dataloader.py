@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,30 @@ def test_goes_on_behind_the_last_batch(tmp_path: Path, num_workers: int) -> None
     assert parted == whole
     items = [int(item[0]) for batch in whole for item in batch]
     assert len({*items}) == len(items) == 24
+
+
+def test_goes_on_over_epochs_with_a_generator_of_the_samplers_own(tmp_path: Path) -> None:
+    """With `shuffle=True` the order would come from the generator that the loader draws a seed from in each epoch."""
+    sampler_of = pytest.importorskip("torchdata.stateful_dataloader.sampler").RandomSampler
+
+    def batches_of(loader: Any) -> Iterator[list[int]]:
+        return (batch for _ in range(4) for batch in loader)
+
+    def loader() -> Any:
+        order, seeds = (torch.Generator().manual_seed(seed) for seed in (5, 6))
+        options = {"sampler": sampler_of(range(12), generator=order), "generator": seeds}
+        return torchdata.StatefulDataLoader(range(12), batch_size=4, collate_fn=list, **options)
+
+    whole = list(islice(batches_of(loader()), 10))
+    resumed, parted = loader(), []
+    for end in (2, 7):
+        parted += islice(batches_of(resumed), end - len(parted))
+        ckptlib.save(tmp_path, {"data": resumed}, end)
+        resumed = loader()
+        ckptlib.load(tmp_path, {"data": resumed})
+    parted += islice(batches_of(resumed), 3)
+    assert parted == whole
+    assert [sorted(chain(*whole[n : n + 3])) for n in (0, 3, 6)] == [list(range(12))] * 3
 
 
 def test_needs_no_wrapper() -> None:
