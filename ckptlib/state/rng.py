@@ -89,11 +89,12 @@ class LoadedRng:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         if self._rank >= self._world_size:
-            _log.warning(
-                "the checkpoint of %d ranks has no RNG state for rank %d, which gets one derived from rank 0's",
-                self._world_size,
-                self._rank,
-            )
+            if self._rank == self._world_size:  # one line for all of them: there may be hundreds
+                _log.warning(
+                    "the checkpoint of %d ranks has no RNG state for ranks %d and up; each derives one from rank 0's",
+                    self._world_size,
+                    self._world_size,
+                )
             state = derive(state, self._rank)
         self._state = state
 

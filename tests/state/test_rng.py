@@ -17,7 +17,7 @@ from onerank import opened
 
 from ckptlib.errors import FormatError, StateMismatch, UnsupportedState
 from ckptlib.state import rng
-from ckptlib.state.rng import RngState, capture, derive, restore
+from ckptlib.state.rng import LoadedRng, RngState, capture, derive, restore
 
 HOST = {"python", "numpy", "torch"}
 
@@ -159,6 +159,17 @@ def test_torch_seeds_of_many_ranks_do_not_collide() -> None:
         torch.set_rng_state(derive(state, rank)["torch"])
         firsts.add(tuple(torch.randint(2**31, (4,)).tolist()))
     assert len(firsts) == 300
+
+
+def test_one_rank_speaks_for_all_that_derive_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    """A job that grows from 512 ranks to 1,024 would print 512 lines."""
+    state = capture()
+    loaded = [LoadedRng(rank, 2) for rank in range(5)]
+    for generators in loaded:
+        generators.load_state_dict(dict(state))
+    assert len({str(plain(generators.loaded())) for generators in loaded}) == 1 + 3
+    [text] = caplog.messages
+    assert "no RNG state for ranks 2 and up" in text
 
 
 def test_derive_does_not_touch_the_generators() -> None:
