@@ -121,19 +121,27 @@ def _count_all(
 ) -> None:
     for i, j, region in _meetings(tuple(saved.box for saved in ones), tuple(saved.box for saved in others)):
         one, other = ones[i], others[j]
-        if one.box.ndim == other.box.ndim and one.itemsize == other.itemsize:
+        if one.itemsize == other.itemsize:
             differ.count(one, other, region, deep, into)
 
 
 @lru_cache(maxsize=256)  # layers are alike
 def _meetings(ones: tuple[Box, ...], others: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Returns the regions that boxes of both have in common. If both have the same boxes, each is compared once."""
+    """Returns the regions that boxes of both have in common. If both have the same boxes, each is compared once.
+
+    The boxes of each side have one number of dims.
+    """
     if ones == others and len({*ones}) == len(ones):
         return tuple((i, i, box) for i, box in enumerate(ones))
+    if not (ones and others) or ones[0].ndim != others[0].ndim:
+        return ()
+    starts = np.array([box.offset for box in others], np.int64)
+    stops = starts + np.array([box.shape for box in others], np.int64)
     found = []
-    for i, one in enumerate(ones):
-        for j, other in enumerate(others):
-            common = one.intersect(other) if one.ndim == other.ndim else None
+    for i, one in enumerate(ones):  # row by row: there may be a hundred million pairs
+        low, high = np.maximum(starts, one.offset), np.minimum(stops, np.add(one.offset, one.shape))
+        for j in np.flatnonzero((low < high).all(axis=1)).tolist():
+            common = one.intersect(others[j])
             if common is not None:
                 found.append((i, j, common))
     return tuple(found)
