@@ -26,6 +26,12 @@ _TENSOR_DICTS = {("tensordict.base", "TensorDictBase")}
 
 _STATEFUL_LOADERS = {("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
 _NODE_LOADERS = {("torchdata.nodes.loader", "Loader")}
+_STATELESS = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
+"""torch's samplers that draw their order as an epoch begins. For `shuffle=True` torchdata has one of its own."""
 _COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS | _NODE_LOADERS
 
 
@@ -84,7 +90,8 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     """Returns the function that gives an object its state back.
 
     A StatefulDataLoader gives its place to its next iterator. An iterator that the program has already goes on from its
-    own place, but `state_dict()` tells the loaded one from then on: that is logged.
+    own place, but `state_dict()` tells the loaded one from then on: that is logged. So is a sampler that draws another
+    order for what is left of the epoch.
 
     A data loader of accelerate tells the state of its last batch, even after it was given another one, so the function
     sets that, too: else a save between a load and the first batch, as by `Checkpointer.restore` with peers, would begin
@@ -94,12 +101,22 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     """
 
     def load(state: object) -> None:
-        if _is_being_read(node) and not (dist.is_initialized() and dist.get_rank()):
+        told = not (dist.is_initialized() and dist.get_rank())
+        if told and _is_being_read(node):
             log.warning(
                 "%s: an iterator over this StatefulDataLoader was made before its place was loaded, and is still held. "
                 "It goes on from where it was, and each save from here on would tell the loaded place. Take the "
                 "batches from a new one: iter(loader) behind restore",
                 path,
+            )
+        sampler = node.sampler if node.batch_size is not None else getattr(node.batch_sampler, "sampler", None)
+        if told and isinstance(sampler, _STATELESS) and not hasattr(sampler, "state_dict"):
+            log.warning(
+                "%s: the %s of this StatefulDataLoader has no state, so its order may be drawn anew: what is left of "
+                "the epoch would have items that were trained on already, and lack others. Pass shuffle=True in its "
+                "place, or a sampler with state_dict() and load_state_dict()",
+                path,
+                type(sampler).__name__,
             )
         node.load_state_dict(state)
 

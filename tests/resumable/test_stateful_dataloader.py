@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, WeightedRandomSampler, get_worker_info
 from typing_extensions import override
 
 import ckptlib
@@ -122,3 +122,23 @@ def test_an_iterator_from_before_the_load_is_told(tmp_path: Path, caplog: pytest
     ckptlib.load(tmp_path, {"data": resumed})
     assert ("was made before its place was loaded" in caplog.text) == held
     assert [int(item[0]) for item in next(iter(resumed))] == third
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler"])
+def test_an_order_that_is_drawn_anew_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    def loader() -> Any:
+        options: dict[str, Any] = {
+            "shuffle": {"shuffle": True, "batch_size": 4},
+            "sampler": {"sampler": WeightedRandomSampler([1.0] * 64, 64, replacement=False), "batch_size": 4},
+            "batch_sampler": {"batch_sampler": BatchSampler(RandomSampler(range(64)), 4, drop_last=False)},
+        }
+        return torchdata.StatefulDataLoader(range(64), collate_fn=list, **options[kind])
+
+    saved = loader()
+    seen = list(islice(saved, 5))
+    ckptlib.save(tmp_path, {"data": saved}, 5)
+    resumed = loader()
+    ckptlib.load(tmp_path, {"data": resumed})
+    once = {*chain(*seen, *resumed)} == {*range(64)}
+    assert once == (kind == "shuffle")
+    assert ("so its order may be drawn anew" in caplog.text) == (not once)
