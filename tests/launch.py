@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -121,10 +124,22 @@ def forked(
                 break  # the others would wait for it
             time.sleep(0.02)
         codes = [rank.exitcode for rank in ranks]
+        if time.monotonic() >= deadline:
+            tell_places([rank.pid for rank in ranks if rank.pid is not None and rank.exitcode is None])
         for rank in ranks:
             rank.kill()
             rank.join()
         return codes, log.read_text(errors="replace") if log.exists() else ""
+
+
+def tell_places(pids: Iterable[int]) -> None:
+    """Has processes that do not end, and those that they forked, write to the log where each of their threads is."""
+    for pid in pids:
+        with suppress(OSError):  # it may end just now
+            children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+            os.kill(pid, signal.SIGABRT)
+            time.sleep(1)  # while faulthandler writes
+            tell_places(map(int, children.split()))
 
 
 def be_program(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:
@@ -142,6 +157,7 @@ def be_rank(log: str, variables: dict[str, str], program: Path | str, args: list
         os.dup2(fd, standard)
     os.environ.clear()
     os.environ.update(variables)
+    faulthandler.enable(fd)
     sys.argv = [str(program), *args]
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
