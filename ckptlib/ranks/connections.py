@@ -9,6 +9,7 @@ import functools
 import os
 import secrets
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotDone
@@ -65,7 +66,7 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     shared.nonce = secrets.token_hex(8)
     store = PrefixStore(name, place)
     try:
-        gloo = _in_time(timeout, UNREACHED, dist.ProcessGroupGloo, store, over.rank(), over.size(), timeout)
+        gloo = _in_time(timeout, UNREACHED, _make, store, over.rank(), over.size(), timeout)
     except AgreementFailed as error:
         raise AgreementFailed(
             f"rank {dist.get_rank()} could not connect to the other ranks: {error}. {_by()}"
@@ -73,6 +74,28 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise AgreementFailed(f"{failure('connecting', over.size(), timeout, error)}. {_by()}") from error
     return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
+
+
+def _make(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    _made.add(gloo)
+    return gloo
+
+
+_made: weakref.WeakSet[dist.ProcessGroupGloo] = weakref.WeakSet()
+"""Groups that `connect` made, and that have not been destroyed."""
+
+_left_alone: list[dist.ProcessGroupGloo] = []
+"""A forked child's: the groups of its parent. To destroy one there is to wait for its threads, which only the parent
+has. Closed ones too: they may be garbage that is not collected yet."""
+
+
+def _in_child() -> None:
+    _left_alone.extend(_made)
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _by() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -157,10 +158,14 @@ def ranks(url: Path) -> None:
     ckptlib.save(url, {"w": weight}, 1)
     forked(child, leave)
     ckptlib.save(url, {"w": weight}, 2)
+    gc.disable()
     with ckptlib.Checkpointer(url / "other", {"w": weight}, every=1) as ckpt:
         ckpt.save(1).wait_committed(WAIT_S)
         forked(ckpt.close, leave)
         ckpt.save(2).wait_committed(WAIT_S)
+    del ckpt  # garbage, whose connections are closed; the child collects it
+    forked(gc.collect, leave)
+    gc.enable()
     ckptlib.save(url, {"w": weight}, 3)
     assert (steps(url), steps(url / "other")) == ([1, 2, 3], [1, 2])
 
