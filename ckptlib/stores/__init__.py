@@ -55,6 +55,8 @@ def _split(url: str) -> tuple[str, str]:
             f"as a str, or ./{url} if the directory is meant"
         )
     scheme, found, rest = url.partition("://")
+    if found and not scheme:  # fsspec would take it for a path
+        raise ValueError(f"{url} names no scheme: expected one such as s3://bucket/run7. Is a variable in it not set?")
     scheme, rest = (scheme, rest) if found else ("file", url)
     if scheme in _LOCAL and rest.split("/", 1)[0] == "~":
         raise ValueError(
@@ -72,8 +74,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
 
-    Raises ValueError for a URL that has lost a slash or its bucket, for a chain of fsspec's and for a path below "~",
-    TypeError for options that are no dict.
+    Raises ValueError for a URL that has lost a slash, its scheme or its bucket, for a chain of fsspec's, for a path
+    below "~" and for options of which no filesystem can be made; TypeError for options that are no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")
@@ -101,7 +103,7 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     if "::" in url:  # a cache would give what others have deleted, and does not put whole; some wait for themselves
         raise ValueError(
             f"{without_userinfo(url)}: fsspec makes a chain of filesystems of a URL with '::', and ckptlib takes none: "
-            "give the URL of the store alone, such as s3://bucket/run7"
+            "give the URL of the store alone, as s3://bucket/run7; of an archive zip://run7, with an option fo=PATH"
         )
     if client == "s3fs":
         return _s3(url, scheme, given)

@@ -364,8 +364,9 @@ def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
         if extra is None:
             raise
         raise ImportError(f"{scheme}:// needs a package: pip install 'ckptlib[{extra}]' ({error})") from error
-    except KeyError as error:  # gcsfs takes a file of one kind of credentials for one of another
-        raise ValueError(f"the filesystem for {scheme}:// lacks {error} in its options, or in their files") from error
+    except (KeyError, TypeError, AttributeError, *_ABSENT) as error:  # gcsfs reads a file of other credentials
+        told = Secrets(url, options).hide(f"{type(error).__name__}: {error}")
+        raise ValueError(f"the filesystem for {scheme}:// lacks an option, or what one names: {told}") from None
     except ValueError as error:
         if "Protocol not known" not in str(error):
             raise

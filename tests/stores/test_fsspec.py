@@ -26,7 +26,7 @@ from helpers.servers import ObjectStorage
 from store_conformance import StoreConformance, keys
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
-from ckptlib.stores import LateHead, Store
+from ckptlib.stores import LateHead, Store, open_store
 from ckptlib.stores import fsspec as fsspec_store
 from ckptlib.stores.fsspec import FsspecStore
 
@@ -175,8 +175,21 @@ def test_a_server_that_is_not_there_as_the_store_is_opened() -> None:
 def test_credentials_of_another_kind() -> None:
     """As a file of gcloud in the place of one of a user's own."""
     pytest.importorskip("gcsfs")
-    with pytest.raises(ValueError, match="the filesystem for gs:// lacks 'refresh_token' in its options, or in"):
-        FsspecStore("gs://bucket/run", {"token": {"type": "x", "client_id": "i", "client_secret": "s"}})
+    with pytest.raises(ValueError, match=r"for gs:// lacks an option, or what one names: .*'refresh_token'"):
+        FsspecStore("gs://bucket/run", {"token": {"type": "x", "client_id": "i", "client_secret": SECRET}})
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "lacks"),
+    [
+        ("dir://run", {}, "an option.*: AttributeError"),
+        ("github://run", {}, "an option.*: TypeError: .* 'org' and 'repo'"),
+        ("zip://run", {"fo": "/nowhere/run.zip"}, "what one names: FileNotFoundError: .*/nowhere/run.zip"),
+    ],
+)
+def test_a_filesystem_that_cannot_be_made(url: str, options: dict[str, object], lacks: str) -> None:
+    with pytest.raises(ValueError, match=rf"the filesystem for {url.partition('run')[0]} lacks .*{lacks}"):
+        FsspecStore(url, options)
 
 
 def test_a_filesystem_that_keeps_its_listings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +291,7 @@ def test_an_archive_whose_names_begin_at_its_root(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
         archive.writestr("ckptlib.json", b"{}")
         archive.writestr("steps/1.json", b"1")
-    store = FsspecStore(f"zip://::file://{tmp_path}/run.zip", {})
+    store = open_store("zip://", {"fo": f"{tmp_path}/run.zip"})
     assert keys(store) == ["ckptlib.json", "steps/1.json"]
     assert keys(store, "steps/") == ["steps/1.json"]
     assert store.get("steps/1.json") == b"1"
@@ -289,7 +302,7 @@ def test_a_name_with_a_slash_too_many_is_no_key(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
         archive.writestr("run/steps/1.json", b"1")
         archive.writestr("run//steps/2.json", b"2")
-    assert keys(FsspecStore(f"zip://run::file://{tmp_path}/run.zip", {})) == ["steps/1.json"]
+    assert keys(open_store("zip://run", {"fo": f"{tmp_path}/run.zip"})) == ["steps/1.json"]
 
 
 def test_web_pages_that_list_files_are_no_store() -> None:

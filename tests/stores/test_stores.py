@@ -93,6 +93,12 @@ def test_a_directory_is_not_taken_for_the_bucket_of_a_variable_that_is_not_set(u
         open_store(url, {"key": "a", "secret": "b"} if url[0] == "s" else {"token": "anon"})
 
 
+def test_a_path_is_not_made_of_a_url_whose_scheme_is_a_variable_that_is_not_set() -> None:
+    for what in (absolute, open_store):
+        with pytest.raises(ValueError, match="://bucket/run names no scheme: expected one such as s3://bucket/run7"):
+            what("://bucket/run")
+
+
 @pytest.mark.parametrize(
     "url",
     ["simplecache::s3://bucket/run", "filecache::file:///tmp/run", "s3://bucket/run::7", "simplecache::sftp://a/b"],
