@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from ckptlib.errors import StoreDenied
 from ckptlib.stores import io_limits
 from ckptlib.stores.secrets import Secrets
 
@@ -229,9 +230,15 @@ def _use_boto(client: Client, profile: str | None) -> None:
             raise ValueError(f"profile {profile!r}: client 'obstore' reads profiles by boto3; pip install boto3")
         return
     import boto3  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError
 
-    session = boto3.Session(profile_name=profile)
-    if (found := session.get_credentials()) is not None:
+    try:
+        session = boto3.Session(profile_name=profile)
+        found = session.get_credentials()
+    except (BotoCoreError, OSError, ValueError) as error:  # no such profile; a credential_process that fails
+        told = f"client 'obstore' gets no credentials from boto3: {type(error).__name__}: {error}; correct ~/.aws"
+        raise StoreDenied(told) from None
+    if found is not None:
         client.credential_provider = _Credentials(found, profile)
     elif profile:
         raise ValueError(f"profile {profile!r}: boto3 finds no credentials in it")
@@ -252,12 +259,13 @@ class _Credentials:
         from botocore.credentials import RefreshableCredentials
         from botocore.exceptions import BotoCoreError, ClientError
 
+        failures = (BotoCoreError, ClientError, OSError, ValueError)  # the last two of a credential_process
         if not isinstance(self._found, RefreshableCredentials):
-            with suppress(BotoCoreError):  # somebody is writing the file
+            with suppress(*failures):  # somebody is writing the file
                 self._found = Session(profile_name=self._profile).get_credentials() or self._found
         try:
             now = self._last = self._found.get_frozen_credentials()
-        except (BotoCoreError, ClientError):  # who renews them is away; boto3 asks minutes before they expire
+        except failures:  # who renews them is away; boto3 asks minutes before they expire
             if (now := self._last) is None:
                 raise
         return {

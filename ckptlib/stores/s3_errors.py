@@ -27,6 +27,7 @@ _RENEW = "the session's token is no longer valid: renew the credentials"
 _BUCKET = "no such bucket: correct the URL, or make the bucket"
 _PAGE = "answered by {} without a code, as no S3 server does; is there a proxy in the way?"
 _UPLOAD = "the server no longer has this upload: did a lifecycle rule, or somebody, abort what was under way?"
+_NO_FILE = "a program for credentials, or a file of certificates, is not there: correct ~/.aws, or AWS_CA_BUNDLE"
 _REGION = "the bucket is in another region: name it in storage_options={'client_kwargs': {'region_name': ...}}"
 
 _DENIED = {
@@ -144,6 +145,8 @@ def meaning_of(error: BaseException) -> Meaning:
         why = next((_CERTIFICATE[code] for code in codes if code in _CERTIFICATE), certificates.UNKNOWN)
         told = certificates.advice(why, "set AWS_CA_BUNDLE to the file of its authority")
         return Meaning(StoreDenied, passes=False, advice=told)
+    if any(isinstance(cause, FileNotFoundError) for cause in causes):
+        return Meaning(StoreDenied, passes=False, advice=_NO_FILE)
     if isinstance(error, _SILENCE):
         nowhere = any(isinstance(cause, socket.gaierror | ConnectionRefusedError) for cause in causes)
         return Meaning(StoreTimeout, passes=True, advice=_advice(causes), is_nowhere=nowhere)

@@ -185,6 +185,8 @@ def test_a_profile(s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("AWS_PROFILE", "lab")
     with open_store(url, options) as store:
         assert store.get("a") == b"data"
+    with pytest.raises(StoreDenied, match=r"gets no credentials from boto3: ProfileNotFound: .*\(nobody\).*correct"):
+        open_store(url, {**options, "profile": "nobody"})
 
 
 def test_keys_of_the_environment(s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,9 +159,10 @@ def test_credentials_that_are_renewed_in_their_file(
             assert [*threads.map(lambda n: store.put(f"c{n}", b"data"), range(32))] == [None] * 32
 
 
+@pytest.mark.parametrize("gone", ["found.json", "program"])
 @pytest.mark.parametrize("client", ["obstore"], indirect=True)
 def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
-    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
+    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
     """boto3 asks for others ten minutes before, and raises if it gets none."""
     from ckptlib.stores import obstore_config
@@ -169,18 +170,32 @@ def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
     monkeypatch.setattr(obstore_config, "LOOK_S", -1000)
     until = datetime.now(timezone.utc) + timedelta(seconds=300)
     found = {"Version": 1, "AccessKeyId": "first", "SecretAccessKey": "s3cr3t", "Expiration": until.isoformat()}
-    process = credentials.with_name("found.json")
+    process, program = credentials.with_name("found.json"), credentials.with_name("program")
     process.write_text(json.dumps(found))
-    credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = cat {process}\n")
+    program.write_text(f"#!/bin/sh\ncat {process}\n")
+    program.chmod(0o700)
+    credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = {program}\n")
     with open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store:
         store.put("a", b"data")
-        process.unlink()
+        credentials.with_name(gone).rename(credentials.with_name("away"))
         store.put("b", b"data")
         server.expired.add("first")
         with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
             store.put("c", b"data")
+        credentials.with_name("away").rename(credentials.with_name(gone))
         process.write_text(json.dumps({**found, "AccessKeyId": "second"}))
         store.put("c", b"data")
+
+
+@pytest.mark.parametrize("client", ["obstore", "s3fs"], indirect=True)
+def test_a_program_for_credentials_that_is_not_there(server: Refusing, client: str, credentials: Path) -> None:
+    credentials.with_name("config").write_text("[default]\nregion = us-east-1\ncredential_process = /nowhere/program\n")
+    with (
+        at_most(AT_ONCE_S),
+        pytest.raises(StoreDenied, match=r"/nowhere/program.*correct ~/.aws"),
+        open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store,
+    ):
+        store.put("a", b"data")
 
 
 @pytest.mark.parametrize("client", ["obstore"], indirect=True)
