@@ -55,6 +55,7 @@ from ckptlib.errors import (
     ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
+    StoreDenied,
 )
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -157,7 +158,10 @@ def sweep(
         dropped = [save for save in dropped if save not in spared]
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
-        catalog.store.clean(oldest, keys.is_known)
+        try:
+            catalog.store.clean(oldest, keys.is_known)
+        except StoreDenied as error:  # all else is done, and need not be done again for that
+            log.warning("what crashed uploads left stays, and is paid for: %s", error)
     deleted = tuple(itertools.chain(*stages, layouts, probes))
     return Sweep(tuple(dropped), tuple(condemned), deleted, tuple(waiting), frozenset(broken))
 

@@ -18,7 +18,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.sweeper import LOOKS, ROOMS, Sweeper
-from ckptlib.errors import StoreError, StoreFull, Superseded
+from ckptlib.errors import StoreDenied, StoreError, StoreFull, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
@@ -71,6 +71,29 @@ def test_where_no_step_is_dropped_it_costs_four_requests(clock: SimpleNamespace)
     with store.counted() as found:
         live.sweep(save)
     assert found == [Requests(get=1, list=3)]  # new step; generations twice, steps
+
+
+class Uncleaned(MemoryStore):
+    """A bucket whose uploads may not be listed."""
+
+    @override
+    def clean(self, *_: object) -> None:
+        raise StoreDenied("cannot list uploads")
+
+
+def test_a_sweep_is_not_repeated_where_uploads_may_not_be_listed(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CountingStore(Uncleaned())
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    live.sweep(make_save(catalog, generation, 1, state(1)))
+    store.log.clear()
+    live.sweep(make_save(catalog, generation, 2, state(2)))
+    assert not [key for operation, key in store.log if operation == "list" and key.startswith("packs/")]
+    assert listed_steps_are_whole(store) == [2]
+    assert caplog.messages == ["what crashed uploads left stays, and is paid for: cannot list uploads"]
 
 
 def test_bytes_go_after_the_grace_period_and_a_part_of_it(clock: SimpleNamespace) -> None:
