@@ -133,7 +133,7 @@ class ObstoreStore(Store):
                     await self._put_whole(path, body, once, mode="create")
                 except BaseError as error:
                     failure = Failure.of(error)
-                    if failure.is_unknown:
+                    if failure.may_refuse_condition:
                         raise NoSuchRequest from None
                     if isinstance(error, AlreadyExistsError):
                         self._creates = True
@@ -152,8 +152,8 @@ class ObstoreStore(Store):
         try:
             self._requests.run("put", key, create, deadline, body.nbytes)
         except NoSuchRequest:
-            self._creates = False
             self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
+            self._creates = False
         except _Taken as found:
             if tries == 1 and not found.was_sent_again:
                 raise taken(f"{self.url}/{key}") from None

@@ -163,14 +163,16 @@ class Failure:
         return self.code in _NO_BUCKET
 
     @property
-    def is_unknown(self) -> bool:
-        """Whether the server does not know a request like this."""
-        return self.status == 501 and self.code == "NotImplemented"
+    def may_refuse_condition(self) -> bool:
+        """Whether it may be the condition of a put that the server refuses: it does not know it, or says nothing of
+        why."""
+        vague = self.status == 400 and self.code in ("", "InvalidArgument", "InvalidRequest")
+        return self.status in (405, 501) or vague
 
     @property
     def refuses_sum(self) -> bool:
         """Whether the server does not know the checksum that a body carries."""
-        return self.is_unknown and "checksum" in self.sentence.lower()
+        return self.status == 501 and "checksum" in self.sentence.lower()
 
     @property
     def is_beyond(self) -> bool:

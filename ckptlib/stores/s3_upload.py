@@ -30,7 +30,7 @@ from ckptlib.stores.s3_sums import fits
 
 MOST_PARTS = 10_000
 _CREATE: dict[str, object] = {"IfNoneMatch": "*"}
-"""Condition that nothing has the key; left out for a server that says that it does not know this."""
+"""Condition that nothing has the key; left out for a server that refuses it."""
 
 _MD5 = re.compile(r'"?[0-9a-f]{32}"?')
 
@@ -67,6 +67,11 @@ def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
     return part_nbytes(nbytes, least, most, io_limits.EVEN_PARTS, MOST_PARTS - 1)
 
 
+def _may_refuse_it(error: ClientError) -> bool:
+    """Whether it may be the condition that the server refuses: it does not know it, or says nothing of why."""
+    return status_of(error) in (405, 501) or code_of(error) in ("400", "InvalidArgument", "InvalidRequest")
+
+
 def _is_there(error: ClientError) -> bool:
     return status_of(error) == 412 or code_of(error) == "PreconditionFailed"
 
@@ -78,7 +83,7 @@ async def _put_whole(
     try:
         await client.give(call, "put_object", {"Key": client.prefix + call.key, **condition}, data, sums, retries)
     except ClientError as error:
-        if condition and code_of(error) == "NotImplemented":
+        if condition and _may_refuse_it(error):
             await _put_whole(client, call, data, client.sums.of(data), {})
             return
         if not (condition and _is_there(error)):
@@ -190,7 +195,7 @@ class Upload:
                     return
                 if exists:
                     raise taken(f"{self._client.url}/{self._call.key}") from None
-                if not (condition and code_of(error) == "NotImplemented"):
+                if not (condition and _may_refuse_it(error)):
                     raise
                 await self._complete({})
             else:

@@ -33,6 +33,7 @@ class Recorder(answering.Server):
         self.heads: list[Message] = []
         self.bodies: list[bytes] = []
         self.refused: set[str] = set()
+        self.refusal = 501, REFUSAL % b"NotImplemented"
         self.knows_crc32 = True
         self.has_ranges = True
 
@@ -45,7 +46,7 @@ class Handler(answering.Handler):
         self.server.heads.append(self.headers)
         self.server.bodies.append(body)
         if any(name in self.headers for name in self.server.refused):
-            self.answer(501, REFUSAL % b"NotImplemented")
+            self.answer(*self.server.refusal)
             return
         echo = {"x-amz-checksum-crc32": self.headers["x-amz-checksum-crc32"]} if self.server.knows_crc32 else {}
         self.answer(200, b"", ETag='"opaque"', **{name: value for name, value in echo.items() if value})
@@ -146,18 +147,25 @@ def test_a_range_that_is_refused_though_it_is_there(recorder: Recorder, store: S
     assert memory == b"...."
 
 
-def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store) -> None:
-    recorder.refused = {"If-None-Match"}
+REFUSALS = [(501, REFUSAL % b"NotImplemented"), (501, b""), (405, b""), (400, b""), (400, REFUSAL % b"InvalidRequest")]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store, refusal: tuple[int, bytes]) -> None:
+    recorder.refused, recorder.refusal = {"If-None-Match"}, refusal
     store.put("a", b"1", create=True)
     assert "If-None-Match" in recorder.heads[0]
     assert "If-None-Match" not in recorder.heads[-1]
     assert recorder.bodies[-1] == b"1"
 
 
-def test_a_server_that_knows_no_conditions_through_obstore(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_server_that_knows_no_conditions_through_obstore(
+    recorder: Recorder, refusal: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setattr(io_limits, "RETRY_S", 0.2)  # the client takes the answer for an outage
-    recorder.refused = {"If-None-Match"}
+    recorder.refused, recorder.refusal = {"If-None-Match"}, refusal
     options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": recorder.url, "client": "obstore"}
     with open_store("s3://bucket/run", options) as store:
         store.put("a", b"1", create=True)
