@@ -99,7 +99,7 @@ def test_a_trainer_that_ends_ends_them(tmp_path: Path, kind: str, context: str) 
     """And others of its processes; also where the loader was given a `worker_init_fn` when it was ours already."""
     job = start(tmp_path / "root", kind, context)
     try:
-        told, said = job.communicate(timeout=50)  # a worker that nobody ends does so much later, or never
+        told, said = job.communicate(timeout=150)  # a worker that nobody ends does so after ten minutes, or never
     finally:
         job.kill()
     assert (job.returncode, told) == (0, "training\nended\n"), said
