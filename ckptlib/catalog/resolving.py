@@ -18,6 +18,15 @@ TRIES = 5
 """How often a step is resolved, at most. If a job drops the step each time, it keeps none long enough to be read."""
 
 
+def resolve_save(catalog: Catalog, step: str) -> SaveId:
+    """Returns the save that `Catalog.resolve` finds. Raises as that does, but where there is no root, says that."""
+    try:
+        return catalog.resolve(step)
+    except CheckpointNotFound:
+        catalog.root()  # if there is no root, this error says more
+        raise
+
+
 def resolve_manifest(catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
     """Returns the manifest of the step that `Catalog.resolve` finds. Raises as that and `Catalog.manifest` do."""
     return resolve_as_put(catalog, step, best)[0]

@@ -6,6 +6,7 @@ import click
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
+from ckptlib.catalog.resolving import resolve_save
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output
 from ckptlib.stores import Store
@@ -22,7 +23,7 @@ def pin_command(store: Store, output: Output, step: str) -> bool:
     number, a name as `ls --json` prints it, latest or best.
     """
     catalog = Catalog(store)
-    save = catalog.resolve(step)
+    save = resolve_save(catalog, step)
     new = pin(catalog, save)
     output.document({"url": store.url, "step": save.step, "name": str(save), "pinned": True, "changed": new})
     output.line(f"step {save.step} is pinned" if new else f"step {save.step} was pinned already")
@@ -39,7 +40,7 @@ def unpin_command(store: Store, output: Output, step: str) -> bool:
     STEP: a number, a name as `ls --json` prints it, latest or best.
     """
     catalog = Catalog(store)
-    save = catalog.resolve(step)
+    save = resolve_save(catalog, step)
     changed = unpin(catalog, save)
     output.document({"url": store.url, "step": save.step, "name": str(save), "pinned": False, "changed": changed})
     output.line(f"step {save.step} is no longer pinned" if changed else f"step {save.step} was not pinned")

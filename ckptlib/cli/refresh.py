@@ -8,7 +8,7 @@ import time
 import click
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.resolving import resolve_manifest
+from ckptlib.catalog.resolving import resolve_manifest, resolve_save
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output
@@ -34,7 +34,7 @@ def command(store: Store, output: Output, step: str) -> bool:
     Nothing is deleted; the mark goes when its step goes. STEP: a number, a name as `ls --json` prints it, or latest.
     """
     catalog = Catalog(store)
-    save = catalog.resolve(step)
+    save = resolve_save(catalog, step)
     new = _mark(catalog, save)
     newest = resolve_manifest(catalog, "latest")
     covered = [other for other in (*stands_of(newest).on, newest.save) if save.refresh_covers(other)]

@@ -9,6 +9,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.resolving import resolve_save
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output
 from ckptlib.cli.progress import progress
@@ -106,7 +107,7 @@ def _mend(catalog: Catalog, saves: list[SaveId]) -> list[str]:
 def _resolve(catalog: Catalog, step: str, in_root: list[Finding]) -> SaveId:
     """Returns the save of a step. If damaged generations hide the history, "latest" is the step that was saved last."""
     try:
-        return catalog.resolve(step)
+        return resolve_save(catalog, step)
     except CheckpointNotFound:
         raise
     except CkptError:

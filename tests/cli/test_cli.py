@@ -295,6 +295,17 @@ def test_steps_that_are_none(ckptlib: Ckptlib, made: LocalStore, command: list[s
     assert "is neither a step's number, nor its full name" in result.err
 
 
+@pytest.mark.parametrize("command", ["show", "diff", "verify", "pin", "unpin", "refresh", "rewind", "copy"])
+def test_a_place_that_is_no_root_is_not_told_as_a_root_without_the_step(
+    ckptlib: Ckptlib, tmp_path: Path, command: str
+) -> None:
+    """As where a mount is missing."""
+    others = {"diff": ["latest"], "copy": [tmp_path / "new"]}
+    result = ckptlib(command, tmp_path, "latest", *others.get(command, []))
+    assert (result.code, result.out) == (1, "")
+    assert "holds no checkpoints: there is no ckptlib.json. Is this a run's URL, and its file system mou" in result.err
+
+
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["report", "-o", "-"]])
 def test_where_the_output_cannot_be_written(made: LocalStore, arguments: list[str]) -> None:
     """A full disk is told; who reads no further, as `head` does, is told nothing; a caller may close stdout."""
