@@ -30,7 +30,6 @@ def main() -> None:
         if rank == 0:
             fails = {"op": "commit", "key": "^packs/.*/000000-", "action": "full"}
             write_plan(plan, [fails, {"op": "commit", "key": "^packs/.*/000001-", "action": "hold"}])
-            threading.Timer(3.0, write_plan, (plan, [])).start()
         dist.barrier()
         for step in range(2, 2 + SAVES):
             state["own"].value.fill_(step)
@@ -38,6 +37,8 @@ def main() -> None:
             if step == 2:
                 with pytest.raises(ckptlib.SaveFailed):
                     pending.wait_committed()
+                if rank == 0:
+                    threading.Timer(2.0, write_plan, (plan, [])).start()
         pending.wait_committed()
     print(f"rank {rank} done", flush=True)
 
