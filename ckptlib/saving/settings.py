@@ -102,9 +102,11 @@ class Settings:
                     f"{name}={getattr(self, name)!r}: expected a time above 0, such as timedelta({example})"
                 )
         longest = timedelta(seconds=MAX_DEADLINE_S)
-        for name in ("timeout", "save_deadline"):
-            if getattr(self, name) > longest:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected at most timedelta(days={longest.days})")
+        of_peers = timedelta() if self.peers is None else self.peers.timeout
+        times = {"timeout": self.timeout, "save_deadline": self.save_deadline, "Peers.timeout": of_peers}
+        for name, time in times.items():
+            if time > longest:
+                raise ValueError(f"{name}={time!r}: expected at most timedelta(days={longest.days})")
         if not _are_texts(self.tags):
             raise TypeError(
                 f"tags={self.tags!r}: expected a dict of texts by name, such as {{'name': 'a'}}; write other values as "

@@ -31,6 +31,7 @@ import ckptlib
         ({"save_deadline": 60}, TypeError, r"save_deadline=60: expected timedelta, such as timedelta\(hours=1\)"),
         ({"save_deadline": timedelta.max}, ValueError, r"save_deadline=.*: expected at most timedelta\(days=11574\)"),
         ({"timeout": timedelta.max}, ValueError, r"^timeout=.*: expected at most timedelta\(days=11574\)"),
+        ({"peers": ckptlib.Peers(timeout=timedelta.max)}, ValueError, r"^Peers.timeout=.*: expected at most timedelta"),
         ({"tags": {"seed": 1}}, TypeError, r"tags=\{'seed': 1\}: expected a dict of texts by name.* str\(seed\)"),
         ({"tags": {1: "seed"}}, TypeError, r"tags=\{1: 'seed'\}: expected a dict of texts by name"),
         ({"tags": "seed"}, TypeError, r"tags='seed': expected a dict of texts by name"),
