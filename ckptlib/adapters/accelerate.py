@@ -33,6 +33,7 @@ from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.ranks.together import by_rank_0, together_at_length
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
+from ckptlib.state.frameworks import SEEDABLE, warn_of_order
 from ckptlib.state.leaf import PerRank
 from ckptlib.state.rng import capture
 from ckptlib.stores import open_store
@@ -159,6 +160,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         skipped, random = super().skip_first_batches(dataloader, num_batches), self._random
         if random is None:
             return skipped
+        if num_batches and not any(loader is dataloader for loader, _ in self._ended):
+            warn_of_order(dataloader, "skip_first_batches", SEEDABLE)
         self._random, self._ended = None, []
         self._resumed = Resumed(skipped, dataloader, num_batches, random)
         return self._resumed

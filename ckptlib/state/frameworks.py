@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,12 @@ _LOADERS = {("accelerate.data_loader", "DataLoaderAdapter")}
 
 _TENSOR_DICTS = {("tensordict.base", "TensorDictBase")}
 
+SEEDABLE = (
+    "Make the Accelerator with DataLoaderConfiguration(use_seedable_sampler=True): then shuffle=True gives an order "
+    "that a resume finds again"
+)
+"""Advice for data loaders of accelerate."""
+
 _STATEFUL_LOADERS = {("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")}
 _NODE_LOADERS = {("torchdata.nodes.loader", "Loader")}
 _STATELESS = (
@@ -32,6 +38,8 @@ _STATELESS = (
     torch.utils.data.WeightedRandomSampler,
 )
 """torch's samplers that draw their order as an epoch begins. For `shuffle=True` torchdata has one of its own."""
+_SEEDED = {("accelerate.data_loader", "SeedableRandomSampler")}
+"""Subclasses of these whose order is a function of seed and epoch."""
 _COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS | _NODE_LOADERS
 
 
@@ -90,8 +98,7 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     """Returns the function that gives an object its state back.
 
     A StatefulDataLoader gives its place to its next iterator. An iterator that the program has already goes on from its
-    own place, but `state_dict()` tells the loaded one from then on: that is logged. So is a sampler that draws another
-    order for what is left of the epoch.
+    own place, but `state_dict()` tells the loaded one from then on: that is logged.
 
     A data loader of accelerate tells the state of its last batch, even after it was given another one, so the function
     sets that, too: else a save between a load and the first batch, as by `Checkpointer.restore` with peers, would begin
@@ -101,26 +108,20 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     """
 
     def load(state: object) -> None:
-        told = not (dist.is_initialized() and dist.get_rank())
-        if told and _is_being_read(node):
+        if _is_told() and _is_being_read(node):
             log.warning(
                 "%s: an iterator over this StatefulDataLoader was made before its place was loaded, and is still held. "
                 "It goes on from where it was, and each save from here on would tell the loaded place. Take the "
                 "batches from a new one: iter(loader) behind restore",
                 path,
             )
-        sampler = node.sampler if node.batch_size is not None else getattr(node.batch_sampler, "sampler", None)
-        if told and isinstance(sampler, _STATELESS) and not hasattr(sampler, "state_dict"):
-            log.warning(
-                "%s: the %s of this StatefulDataLoader has no state, so its order may be drawn anew: what is left of "
-                "the epoch would have items that were trained on already, and lack others. Pass shuffle=True in its "
-                "place, or a sampler with state_dict() and load_state_dict()",
-                path,
-                type(sampler).__name__,
-            )
+        _warn_in_epoch(
+            node, path, state, "Pass shuffle=True in its place, or a sampler with state_dict() and load_state_dict()"
+        )
         node.load_state_dict(state)
 
     def load_adapter(state: object) -> None:
+        _warn_in_epoch(node, path, state, SEEDABLE)
         node.load_state_dict(state)
         node.dl_state_dict = copy.deepcopy(state)
 
@@ -129,6 +130,34 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     if known_class(node, _NODE_LOADERS):
         return partial(_put_to_place, node)
     return load if known_class(node, _STATEFUL_LOADERS) else node.load_state_dict
+
+
+def _warn_in_epoch(loader: object, path: str, state: object, advice: str) -> None:
+    """Warns as `warn_of_order` does, unless the loaded place is the end of an epoch: the next one is drawn whole."""
+    if not (isinstance(state, Mapping) and state.get("_iterator_finished")):
+        warn_of_order(loader, path, advice)
+
+
+def warn_of_order(loader: object, path: str, advice: str) -> None:
+    """Logs a sampler that draws another order for what is left of the epoch, if a loader has such a one."""
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    while sampler is not None and not isinstance(sampler, _STATELESS):
+        sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
+    if sampler is None or hasattr(sampler, "state_dict") or known_class(sampler, _SEEDED) or not _is_told():
+        return
+    log.warning(
+        "%s: the %s of this %s has no state, so its order may be drawn anew: what is left of the epoch would have "
+        "items that were trained on already, and lack others. %s",
+        path,
+        type(sampler).__name__,
+        type(loader).__name__,
+        advice,
+    )
+
+
+def _is_told() -> bool:
+    """Returns whether this rank speaks for all."""
+    return not (dist.is_initialized() and dist.get_rank())
 
 
 def _put_to_place(loader: Any, state: object) -> None:

@@ -25,6 +25,7 @@ import ckptlib
 from ckptlib.adapters.accelerate import CkptlibAccelerator
 from ckptlib.adapters.step_folders import POINTER
 
+ANEW = "has no state, so its order may be drawn anew"
 EPOCHS = 3
 KILLED_AT = 11
 
@@ -226,15 +227,16 @@ def test_a_name_is_in_use(tmp_path: Path) -> None:
         one.accelerator.save_state()
 
 
-def stateful(directory: Path, stops_at: int = -1) -> list[Any]:
+def stateful(directory: Path, stops_at: int = -1, workers: int = 0, seeded: bool = True) -> list[Any]:
     """The batches of two epochs, from where the newest checkpoint says."""
     AcceleratorState._reset_state(reset_partial_state=True)
     loading = accelerate_job.DataLoaderConfiguration(
-        use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=3
+        use_stateful_dataloader=True, use_seedable_sampler=seeded, data_seed=3
     )
     accelerator = CkptlibAccelerator(cpu=True, dataloader_config=loading)
     torch.manual_seed(0)
-    loader = torch.utils.data.DataLoader(torch.arange(20.0), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    data: Any = torch.arange(20.0)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
     loader = accelerator.prepare(loader)
     if (directory / "a").exists():
         accelerator.load_state(directory / "a")
@@ -249,11 +251,25 @@ def stateful(directory: Path, stops_at: int = -1) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("stops_at", [10, 13])
-def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path, stops_at: int) -> None:
+@pytest.mark.parametrize("workers", [0])
+@pytest.mark.parametrize("stops_at", [4, 10, 13])
+def test_a_stateful_loader_goes_on_at_its_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stops_at: int, workers: int
+) -> None:
     whole = stateful(tmp_path)
     assert len(whole) == 20
-    assert stateful(tmp_path, stops_at=stops_at) + stateful(tmp_path) == whole
+    assert stateful(tmp_path, stops_at, workers) + stateful(tmp_path, workers=workers) == whole
+    assert ANEW not in caplog.text
+
+
+@pytest.mark.parametrize("stops_at", [4, 10])
+def test_a_stateful_loader_whose_order_is_drawn_anew_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stops_at: int
+) -> None:
+    """At the end of an epoch nothing is left of it."""
+    stateful(tmp_path, stops_at, seeded=False)
+    stateful(tmp_path, seeded=False)
+    assert (f"dataloader: the RandomSampler of this DataLoaderShard {ANEW}" in caplog.text) == (stops_at == 4)
 
 
 def with_loaders(number: int) -> tuple[CkptlibAccelerator, list[Any]]:

@@ -49,14 +49,14 @@ def without_skip(step: int) -> tuple[int, int | None]:
 
 
 def batches_of(
-    directory: Path, how: Any, tells: bool, resumed: int = 0, ends: int = -1
+    directory: Path, how: Any, tells: bool, resumed: int = 0, ends: int = -1, seeded: bool = True
 ) -> list[tuple[list[int], float]]:
     """The batches of a loop, each with what is drawn in its body. Ends with a checkpoint of the step `ends`.
 
     `tells`: whether the loop tells the loader of each epoch, as Accelerate allows.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
-    loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+    loading = DataLoaderConfiguration(use_seedable_sampler=seeded, data_seed=7)
     accelerator = CkptlibAccelerator(cpu=True, dataloader_config=loading)
     torch.manual_seed(0)
     data: Any = torch.arange(4 * BATCHES)
@@ -84,7 +84,7 @@ def batches_of(
 
 @pytest.mark.parametrize("how", [next_epoch, same_epoch, without_skip])
 @pytest.mark.parametrize("tells", [False, True])
-def test_each_batch_comes_once(tmp_path: Path, how: Any, tells: bool) -> None:
+def test_each_batch_comes_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: Any, tells: bool) -> None:
     """Saved at the last batch of an epoch that was begun by this run, or resumed by it, and in mid-epoch."""
     whole = batches_of(tmp_path, how, tells)
     assert len(whole) == EPOCHS * BATCHES
@@ -93,3 +93,16 @@ def test_each_batch_comes_once(tmp_path: Path, how: Any, tells: bool) -> None:
         seen += batches_of(tmp_path, how, tells, resumed, ends)
         resumed = ends
     assert seen == whole
+    assert "drawn anew" not in caplog.text
+
+
+@pytest.mark.parametrize("how", [next_epoch, same_epoch])
+@pytest.mark.parametrize("ends", [2, 3])
+def test_an_order_that_is_drawn_anew_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: Any, ends: int
+) -> None:
+    """As by Accelerate's default. At the end of an epoch nothing is left of it."""
+    batches_of(tmp_path, how, False, ends=ends, seeded=False)
+    batches_of(tmp_path, how, False, ends, seeded=False)
+    said = "skip_first_batches: the RandomSampler of this DataLoaderShard has no state, so its order may be drawn anew"
+    assert (said in caplog.text) == (ends == 2)
