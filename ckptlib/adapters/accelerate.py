@@ -98,6 +98,15 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         self._resumed: Resumed | None = None
 
     @override
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. It asks a loader for its state before it sets the seeded sampler, so workers have begun the
+        first epoch in another order by then: they begin it anew."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        if self.use_seedable_sampler:
+            _read_anew(loader)
+        return loader
+
+    @override
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> str:
@@ -150,6 +159,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
             loader.iteration = iteration + ended
             if ended:
                 self._ended.append((loader, iteration))
+                _read_anew(loader)  # from the end on, workers would end the epoch again, and the sampler count it twice
         self._random = capture()
 
     @override
@@ -336,6 +346,13 @@ def _finish() -> None:
             folders.end()
         except (CkptError, OSError) as error:
             log.error("%s", error)
+
+
+def _read_anew(loader: Any) -> None:
+    """Has the workers of a stateful loader begin with the next epoch. Without workers, nothing is read ahead."""
+    if getattr(loader, "use_stateful_dataloader", False) and loader.num_workers:
+        loader.base_dataloader.load_state_dict({})  # drops what reads ahead, but not a place that was loaded
+        loader.base_dataloader.next_iter_state = None
 
 
 def _weights_of(model: Any) -> object:

@@ -251,7 +251,7 @@ def stateful(directory: Path, stops_at: int = -1, workers: int = 0, seeded: bool
     return seen
 
 
-@pytest.mark.parametrize("workers", [0])
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stops_at", [4, 10, 13])
 def test_a_stateful_loader_goes_on_at_its_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stops_at: int, workers: int
