@@ -38,7 +38,7 @@ from ckptlib.errors import CkptError, StoreError, StoreTimeout
 from ckptlib.stores import io_limits
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body, Progress
-from ckptlib.stores.s3_errors import STALE, Foreign, Stalled, code_of, meaning_of
+from ckptlib.stores.s3_errors import STALE, Foreign, Stalled, WrongOption, code_of, meaning_of
 from ckptlib.stores.s3_sums import Sums
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
@@ -207,8 +207,11 @@ class S3Client:
 
     async def send(self, operation: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         """Sends one request, which is neither watched nor sent again."""
-        await self._fs.set_session()
-        client = await self._fs.get_s3(self.bucket)
+        try:
+            await self._fs.set_session()
+            client = await self._fs.get_s3(self.bucket)
+        except (TypeError, ValueError) as error:  # s3fs does not know botocore's options, and passes on any name
+            raise WrongOption(str(error)) from error
         if client is not self._s3:
             client.meta.events.register_last("before-call.s3", _expect_nothing)
             self._s3 = client

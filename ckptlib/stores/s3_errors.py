@@ -86,8 +86,18 @@ _NO_CREDENTIALS = (
 )
 
 
+_OPTIONS = (
+    "correct storage_options: s3fs takes endpoint_url (with http:// or https://), key, secret, token, profile and "
+    "anon; client_kwargs={'region_name': ...} and config_kwargs={...} are botocore's"
+)
+
+
 class Stalled(Exception):
     """A request made no progress for as long as is allowed."""
+
+
+class WrongOption(Exception):
+    """A client cannot be made of the storage options: a name that s3fs and botocore do not know, or a wrong value."""
 
 
 class Torn(Exception):
@@ -138,6 +148,8 @@ def meaning_of(error: BaseException) -> Meaning:
             advice="give key and secret, or a profile, in storage_options, or set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY; a bucket that anybody may use needs anon=True",
         )
+    if isinstance(error, WrongOption):
+        return Meaning(StoreDenied, passes=False, advice=_OPTIONS)
     causes = list(_causes(error))
     refused = [cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)]
     if refused:

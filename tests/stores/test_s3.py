@@ -179,6 +179,8 @@ def test_what_is_no_key_is_not_listed(s3: ObjectStorage) -> None:
         ({"secret": "wrong-secret-of-mine"}, "SignatureDoesNotMatch.*does not belong to the access key"),
         ({"bucket": "no-such-bucket"}, "NoSuchBucket.*correct the URL, or make the bucket"),
         ({"profile": "no-such-profile"}, "ProfileNotFound.*give key and secret"),
+        ({"region": "us-east-1"}, "'region'.*; correct storage_options: .* client_kwargs={'region_name'"),
+        ({"endpoint_url": "127.0.0.1:9"}, "Invalid endpoint.* correct storage_options: .*with http://"),
     ],
 )
 def test_what_somebody_must_change_is_told_at_once(s3: ObjectStorage, options: dict[str, str], told: str) -> None:
