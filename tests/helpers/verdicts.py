@@ -40,7 +40,7 @@ def fork_cases(script: str, num_ranks: int, directory: Path, limit_s: int) -> No
 
 
 def assert_cases_pass(
-    script: str, num_ranks: int, directory: Path, num_cases: int, *names: str, limit_s: int = 150
+    script: str, num_ranks: int, directory: Path, num_cases: int, *names: str, limit_s: int = 270
 ) -> None:
     """Those of `rank_cases` that are named, or all, in one launch."""
     fork_ranks(script, num_ranks, directory, limit_s, *names, timeout_s=limit_s)

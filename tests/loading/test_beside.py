@@ -8,4 +8,4 @@ from helpers.verdicts import assert_cases_pass
 
 
 def test_state_beside_a_parameter_is_divided_with_it(tmp_path: Path) -> None:
-    assert_cases_pass("beside_params.py", 4, tmp_path, 9, limit_s=300)
+    assert_cases_pass("beside_params.py", 4, tmp_path, 9)
