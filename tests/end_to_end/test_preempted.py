@@ -246,7 +246,7 @@ def test_signals_that_others_are_woken_by(tmp_path: Path) -> None:
     try:
         with pytest.raises(ckptlib.Preempted):
             train()
-        assert os.read(reads, 10) == bytes([signal.SIGTERM])
+        assert signal.SIGTERM in os.read(reads, 10)  # and SIGCHLD, where a data loader had workers in this process
     finally:
         assert signal.set_wakeup_fd(before) == writes
         os.close(reads)
