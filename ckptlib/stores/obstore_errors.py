@@ -15,7 +15,7 @@ from typing import Any
 from obstore import exceptions
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
-from ckptlib.stores import certificates
+from ckptlib.stores import certificates, s3_codes
 from ckptlib.stores.secrets import Secrets
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -49,7 +49,7 @@ _OTHER_SUM = (
 )
 
 _CREDENTIALS = {
-    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", *s3_codes.RENEW),
     *("AuthenticationFailed", "NoAuthenticationInformation", "InvalidAuthenticationInfo"),
     *("UnauthorizedAccess", "AuthenticationRequired", "AuthorizationFailure"),
 }
@@ -60,10 +60,8 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "Con
 _NO_UPLOAD = {"NoSuchUpload"}
 _NOT_THESE_PARTS = {"MalformedXML", "InvalidPart", "InvalidPartOrder", "InvalidXmlDocument", "InvalidBlockList"}
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
-_FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQuotaExceeded"}
-_DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "Md5Mismatch", "Crc64Mismatch", "XAmzContentSHA256Mismatch"}
-_BUSY_STATUS = {408, 429, 500, 502, 503, 504}
-_BUSY = {"ConditionalRequestConflict", "OperationAborted"}
+_FULL = {"AccountQuotaExceeded", *s3_codes.FULL}
+_DAMAGED = {"Md5Mismatch", "Crc64Mismatch", *s3_codes.DAMAGED}
 
 
 class Foreign(OSError):
@@ -125,7 +123,7 @@ class Failure:
     def may_pass(self) -> bool:
         """Whether the same request may succeed; obstore has often repeated by then what it sends again itself."""
         broken = self.kind in ("Timeout", "Interrupted", "Decode", "Unknown")
-        return broken or self.is_foreign or self.code in _DAMAGED | _BUSY
+        return broken or self.is_foreign or self.code in _DAMAGED | s3_codes.BUSY
 
     @property
     def is_foreign(self) -> bool:
@@ -135,7 +133,7 @@ class Failure:
     @property
     def is_busy(self) -> bool:
         """Whether the server, or what is in front of it, asked to come again later."""
-        return self.status in _BUSY_STATUS
+        return self.status in s3_codes.BUSY_STATUS or self.code in s3_codes.BUSY
 
     @property
     def lost_directory(self) -> bool:
@@ -200,14 +198,14 @@ class Failure:
                 f"{what}: found no credentials; pass them as options, set the variables of the environment that the "
                 f"service documents, or give the machine a role ({cause})"
             )
+        if code in _FULL or self.status == 507:
+            return StoreFull(f"{what} {nbytes} bytes: {cause}; make room, raise the quota, and try again")
         if (denied or self.status == 403) and not self.is_page:
             if doing == "get" and code in _OF_ONE_OBJECT:
                 return ObjectUnreadable(f"{what}: the credentials may not read it ({cause}); grant them the right to")
             return StoreDenied(f"{what}: the credentials may not do that ({cause}); grant them the right to {doing}")
         if isinstance(error, FileNotFoundError) and doing == "get" and not self.is_page:
             return ObjectNotFound(f"{where}: no such object")
-        if code in _FULL or self.status == 507:
-            return StoreFull(f"{what} {nbytes} bytes: {cause}; make room, raise the quota, and try again")
         if self.tls == "InvalidCertificate":
             remedy = certificates.advice(self.certificate, "give client_kwargs={'verify': the file of its authority}")
             return StoreDenied(f"{what}: {remedy} ({cause})")

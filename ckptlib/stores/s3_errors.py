@@ -16,7 +16,7 @@ import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from ckptlib.errors import StoreDenied, StoreError, StoreFull, StoreTimeout
-from ckptlib.stores import certificates
+from ckptlib.stores import certificates, s3_codes
 
 _RIGHTS = (
     "the credentials may not do this; to load, they need s3:GetObject and s3:ListBucket on the bucket, and to save, "
@@ -33,10 +33,7 @@ _REGION = "the bucket is in another region: name it in storage_options={'client_
 _DENIED = {
     "InvalidAccessKeyId": "the server does not know this access key: correct it, or the endpoint_url",
     "SignatureDoesNotMatch": "the secret does not belong to the access key, or a proxy changes requests on their way",
-    "ExpiredToken": _RENEW,
-    "ExpiredTokenException": _RENEW,
-    "InvalidToken": _RENEW,
-    "TokenRefreshRequired": _RENEW,
+    **dict.fromkeys(s3_codes.RENEW, _RENEW),
     "RequestTimeTooSkewed": "the clock of this host is wrong: set it by NTP",
     "NoSuchBucket": _BUCKET,
     "InvalidBucketName": _BUCKET,
@@ -46,19 +43,8 @@ _DENIED = {
 }
 """Errors that come again until somebody changes something, and do not concern one object."""
 
-STALE = {"InvalidAccessKeyId", *(code for code, advice in _DENIED.items() if advice == _RENEW)}
+STALE = {"InvalidAccessKeyId", *s3_codes.RENEW}
 """Codes that may be for want of newer credentials; what was asked for was not done."""
-
-_FULL = {"InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "DiskQuota"}
-
-_PASSING = {
-    *("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
-    *("TooManyRequestsException", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"),
-    *("ConditionalRequestConflict", "IncompleteBody"),
-    # Bytes that changed on their way: sent again.
-    *("BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "ChecksumMismatch"),
-}
-_PASSING_STATUS = {408, 429, 500, 502, 503, 504}
 
 _OF_PAGES = {403: {"", "403"}, 404: {"", "404"}}
 """The codes of an answer whose body is not one of S3's, by status. What a proxy says of a server that is away, or
@@ -184,9 +170,9 @@ _SILENCE = (
 def _of_answer(code: str, status: int) -> Meaning:
     if code in _DENIED:
         return Meaning(StoreDenied, passes=False, advice=_DENIED[code])
-    if code in _FULL or status == 507:
+    if code in s3_codes.FULL or status == 507:
         return Meaning(StoreFull, passes=False, advice="make room, or raise the quota")
-    if code in _PASSING or status in _PASSING_STATUS:
+    if code in s3_codes.BUSY | s3_codes.DAMAGED or status in s3_codes.BUSY_STATUS:
         return Meaning(StoreTimeout, passes=True)
     if status in (401, 403):
         return Meaning(StoreDenied, passes=False, advice=_RIGHTS)

@@ -20,7 +20,7 @@ from helpers.answering import Handler, Server
 from helpers.certificates import self_signed
 from helpers.s3_bucket import at_most, scale_limits
 
-from ckptlib.errors import StoreDenied, StoreError
+from ckptlib.errors import StoreDenied, StoreError, StoreFull
 from ckptlib.stores import Store, io_limits, open_store
 
 IDLE_S = 60.0
@@ -126,12 +126,26 @@ def write(credentials: Path, key: str) -> None:
     credentials.write_text(f"[default]\n{text}")
 
 
-def test_a_conflict_with_another_request_passes(server: Refusing, client: str) -> None:
-    """S3 says by it that it cannot tell now whether there is such an object: nobody has the key yet."""
-    server.answer, server.num_answers = (409, "ConditionalRequestConflict"), 2
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (409, "ConditionalRequestConflict"),  # S3 cannot tell now whether there is such an object: nobody has the key
+        (400, "RequestTimeout"),  # nothing moved on the connection
+        (400, "ThrottlingException"),
+    ],
+)
+def test_what_passes_is_asked_for_again(server: Refusing, client: str, answer: tuple[int, str]) -> None:
+    server.answer, server.num_answers = answer, 2
     with opened(client, server) as store:
         store.put("p", b"data", create=True)
     assert server.num_asked == 3
+
+
+@pytest.mark.parametrize("answer", [(403, "QuotaExceeded"), (400, "XMinioAdminBucketQuotaExceeded"), (507, "")])
+def test_a_quota_is_no_want_of_rights(server: Refusing, client: str, answer: tuple[int, str]) -> None:
+    server.answer = answer
+    with opened(client, server) as store, pytest.raises(StoreFull, match=r"make room"):
+        store.put("p", b"data")
 
 
 def test_credentials_that_are_renewed_in_their_file(
