@@ -167,6 +167,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         for loader, epoch in self._ended:
             if num_batches and loader is dataloader and loader.iteration == epoch + 1:  # else it was told of an epoch
                 loader.iteration = epoch
+        if self._random is not None and hasattr(dataloader, "iteration"):
+            dataloader.set_epoch(dataloader.iteration)  # that of a dispatcher with skipped batches finds no sampler
         skipped, random = super().skip_first_batches(dataloader, num_batches), self._random
         if random is None:
             return skipped

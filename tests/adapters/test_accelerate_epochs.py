@@ -49,15 +49,15 @@ def without_skip(step: int) -> tuple[int, int | None]:
 
 
 def batches_of(
-    directory: Path, how: Any, tells: bool, resumed: int = 0, ends: int = -1, seeded: bool = True
+    directory: Path, how: Any, tells: bool, resumed: int = 0, ends: int = -1, **loading: Any
 ) -> list[tuple[list[int], float]]:
     """The batches of a loop, each with what is drawn in its body. Ends with a checkpoint of the step `ends`.
 
     `tells`: whether the loop tells the loader of each epoch, as Accelerate allows.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
-    loading = DataLoaderConfiguration(use_seedable_sampler=seeded, data_seed=7)
-    accelerator = CkptlibAccelerator(cpu=True, dataloader_config=loading)
+    config = DataLoaderConfiguration(**{"use_seedable_sampler": True, "data_seed": 7, **loading})
+    accelerator = CkptlibAccelerator(cpu=True, dataloader_config=config)
     torch.manual_seed(0)
     data: Any = torch.arange(4 * BATCHES)
     loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True))
@@ -96,13 +96,21 @@ def test_each_batch_comes_once(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     assert "drawn anew" not in caplog.text
 
 
+@pytest.mark.parametrize("ends", [5, 6])
+def test_each_batch_of_a_dispatcher_comes_once(tmp_path: Path, ends: int) -> None:
+    """Its loader with skipped batches tells the sampler of no epoch, and refuses to skip all batches."""
+    whole = batches_of(tmp_path, next_epoch, False, dispatch_batches=True)
+    seen = batches_of(tmp_path, next_epoch, False, ends=ends, dispatch_batches=True)
+    assert seen + batches_of(tmp_path, next_epoch, False, ends, dispatch_batches=True) == whole
+
+
 @pytest.mark.parametrize("how", [next_epoch, same_epoch])
 @pytest.mark.parametrize("ends", [2, 3])
 def test_an_order_that_is_drawn_anew_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: Any, ends: int
 ) -> None:
     """As by Accelerate's default. At the end of an epoch nothing is left of it."""
-    batches_of(tmp_path, how, False, ends=ends, seeded=False)
-    batches_of(tmp_path, how, False, ends, seeded=False)
+    batches_of(tmp_path, how, False, ends=ends, use_seedable_sampler=False)
+    batches_of(tmp_path, how, False, ends, use_seedable_sampler=False)
     said = "skip_first_batches: the RandomSampler of this DataLoaderShard has no state, so its order may be drawn anew"
     assert (said in caplog.text) == (ends == 2)
