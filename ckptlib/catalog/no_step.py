@@ -6,6 +6,7 @@ No torch.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from ckptlib import words
 from ckptlib.catalog.catalog import Catalog
@@ -32,11 +33,11 @@ def refuse_new(catalog: Catalog) -> None:
     Raises CheckpointNotFound, and the store's errors. If a root is there, steps may be in memory only: `restore` finds
     that out.
     """
-    try:
+    with suppress(CheckpointNotFound):
         catalog.root()
-    except CheckpointNotFound:
-        if not catalog.saves():
-            refuse_fresh(catalog, None)
+        return
+    if not catalog.saves():
+        refuse_fresh(catalog, None)
 
 
 def refuse_fresh(catalog: Catalog, own: GenerationId | None) -> None:
