@@ -36,7 +36,7 @@ from ckptlib.stores.obstore_errors import Failure, check_answer
 from ckptlib.stores.obstore_listing import Listing
 from ckptlib.stores.obstore_loop import Feed, GivenUp, Lent
 from ckptlib.stores.obstore_pieces import Pieces
-from ckptlib.stores.obstore_requests import Beyond, NoSuchRequest, Requests
+from ckptlib.stores.obstore_requests import Beyond, Requests
 from ckptlib.stores.parts import part_nbytes
 from ckptlib.stores.retries import Retries
 
@@ -100,11 +100,15 @@ class ObstoreStore(Store):
             head, pieces = joined(key, head, pieces), ()
         body = Pieces(head, pieces)
         body.take(io_limits.PART_NBYTES)
-        if body.nbytes > io_limits.PART_NBYTES:
-            told = as_bytes(head).nbytes + pieces.nbytes if isinstance(pieces, Counted) else body.nbytes
-            self._put_parts(key, path, body, create, deadline, _part_nbytes(told))
-        elif create and self._creates is not False:
+        is_one = body.nbytes <= io_limits.PART_NBYTES
+        if create and is_one and self._creates is not False:
             self._create(key, path, body, deadline)
+            return
+        if create and self._size(key, path, deadline) is not None:  # the client cannot publish parts on a condition
+            raise taken(f"{self.url}/{key}")
+        if not is_one:
+            told = as_bytes(head).nbytes + pieces.nbytes if isinstance(pieces, Counted) else body.nbytes
+            self._put_parts(key, path, body, deadline, _part_nbytes(told))
         else:
             self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
 
@@ -134,7 +138,7 @@ class ObstoreStore(Store):
                 except BaseError as error:
                     failure = Failure.of(error)
                     if failure.may_refuse_condition:
-                        raise NoSuchRequest from None
+                        raise _Refused(failure.was_sent_again) from None
                     if isinstance(error, AlreadyExistsError):
                         self._creates = True
                         if not (failure.may_pass or failure.has_no_bucket):
@@ -151,20 +155,15 @@ class ObstoreStore(Store):
 
         try:
             self._requests.run("put", key, create, deadline, body.nbytes)
-        except NoSuchRequest:
-            self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
-            self._creates = False
         except _Taken as found:
-            if tries == 1 and not found.was_sent_again:
-                raise taken(f"{self.url}/{key}") from None
-            if self.get(key) != b"".join(body.views):
+            if isinstance(found, _Refused) and self._size(key, path, deadline) is None:
+                self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
+                self._creates = False
+            elif (tries == 1 and not found.was_sent_again) or self.get(key) != b"".join(body.views):
                 raise taken(f"{self.url}/{key}") from None
 
-    def _put_parts(self, key: str, path: str, body: Pieces, create: bool, deadline: float | None, part: int) -> None:
-        """Puts an object in parts. `create`: the key is looked up beforehand, since the client cannot publish parts on
-        a condition."""
-        if create and self._size(key, path, deadline) is not None:
-            raise taken(f"{self.url}/{key}")
+    def _put_parts(self, key: str, path: str, body: Pieces, deadline: float | None, part: int) -> None:
+        """Puts an object in parts."""
         retries = Retries(deadline)
         while True:
             try:
@@ -358,6 +357,10 @@ class _Taken(Exception):
 
     def __init__(self, was_sent_again: bool) -> None:
         self.was_sent_again = was_sent_again
+
+
+class _Refused(_Taken):
+    """The server may not know how to put an object only where there is none; the key may have one."""
 
 
 class _Failed(Exception):

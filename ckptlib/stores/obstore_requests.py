@@ -117,7 +117,3 @@ class Requests:
 
 class Beyond(Exception):
     """The range asked for does not lie in the object."""
-
-
-class NoSuchRequest(Exception):
-    """The server does not know how to put an object only where there is none."""

@@ -83,13 +83,22 @@ async def _put_whole(
     try:
         await client.give(call, "put_object", {"Key": client.prefix + call.key, **condition}, data, sums, retries)
     except ClientError as error:
-        if condition and _may_refuse_it(error):
-            await _put_whole(client, call, data, client.sums.of(data), {})
-            return
-        if not (condition and _is_there(error)):
+        if not (condition and (_is_there(error) or _may_refuse_it(error))):
             raise
-        if not (retries.failures and await _holds(client, call, data)):
+        if not _is_there(error) and await _found(client, call) is None:
+            await _put_whole(client, call, data, client.sums.of(data), {})
+        elif not (retries.failures and await _holds(client, call, data)):
             raise taken(f"{client.url}/{call.key}") from None
+
+
+async def _found(client: S3Client, call: Call) -> dict[str, Any] | None:
+    """Returns what the server tells of the object; None if there is none."""
+    try:
+        return await client.ask(call, "head_object", {"Key": client.prefix + call.key})
+    except ClientError as error:
+        if status_of(error) == 404:
+            return None
+        raise
 
 
 async def _holds(client: S3Client, call: Call, data: Body) -> bool:
@@ -189,13 +198,15 @@ class Upload:
                 answer = await self._ask_to_complete(call, request, retries)
             except ClientError as error:
                 # The answer to an earlier try may have been lost: then the object is there, and the upload is not.
-                exists = condition and _is_there(error)
+                exists, refused = condition and _is_there(error), condition and _may_refuse_it(error)
+                if refused:
+                    exists = await _found(self._client, self._call) is not None
                 gone = code_of(error) == "NoSuchUpload"
                 if (exists or gone) and retries.failures and await self._is_whole(parts):
                     return
                 if exists:
                     raise taken(f"{self._client.url}/{self._call.key}") from None
-                if not (condition and _may_refuse_it(error)):
+                if not refused:
                     raise
                 await self._complete({})
             else:
@@ -216,7 +227,7 @@ class Upload:
     async def _check_there(self, call: Call) -> None:
         """Raises StoreError if the object is not there after 200 and no result, as of a proxy, or cut off: the status
         comes before the parts are joined."""
-        found = await self._found()
+        found = await _found(self._client, self._call)
         if found is None or found["ContentLength"] != self._nbytes:
             raise StoreError(
                 f"{self._client.url}/{call.key}: cannot {call.doing}: the server ended the upload by 200 without a "
@@ -225,7 +236,7 @@ class Upload:
 
     async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
         """Whether the object is made of these parts. If its ETag does not tell, as that of rclone, it is read."""
-        found = await self._found()
+        found = await _found(self._client, self._call)
         if found is None or found["ContentLength"] != self._nbytes:
             return False
         return found["ETag"].strip('"') == _etag(parts) or await self._holds_what_was_sent()
@@ -244,15 +255,6 @@ class Upload:
                 return False
             at += nbytes
         return True
-
-    async def _found(self) -> dict[str, Any] | None:
-        """Returns what the server tells of the object; None if there is none."""
-        try:
-            return await self._client.ask(self._call, "head_object", {"Key": self._key})
-        except ClientError as error:
-            if status_of(error) == 404:
-                return None
-            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -51,6 +51,9 @@ class _Handler(Handler):
             self.server.bodies.append(body)
             self.answer(200)
 
+    def do_HEAD(self) -> None:
+        self.answer(404)
+
     def do_POST(self) -> None:
         self.body()
         self._refuse(*self.server.to_many, "no")

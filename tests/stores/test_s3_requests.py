@@ -19,7 +19,7 @@ from helpers import answering
 from helpers.certificates import self_signed
 from helpers.servers import ObjectStorage
 
-from ckptlib.errors import StoreDenied, StoreError
+from ckptlib.errors import ObjectExists, StoreDenied, StoreError
 from ckptlib.stores import Store, io_limits, open_store
 
 REFUSAL = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>no</Message></Error>'
@@ -36,6 +36,8 @@ class Recorder(answering.Server):
         self.refusal = 501, REFUSAL % b"NotImplemented"
         self.knows_crc32 = True
         self.has_ranges = True
+        self.has_objects = True
+        """Whether HEAD finds any object."""
 
 
 class Handler(answering.Handler):
@@ -51,6 +53,16 @@ class Handler(answering.Handler):
         echo = {"x-amz-checksum-crc32": self.headers["x-amz-checksum-crc32"]} if self.server.knows_crc32 else {}
         self.answer(200, b"", ETag='"opaque"', **{name: value for name, value in echo.items() if value})
 
+    def do_POST(self) -> None:
+        """Begins an upload, or ends it."""
+        if self.path.endswith("?uploads"):
+            self.answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
+        else:
+            self.do_PUT()
+
+    def do_DELETE(self) -> None:
+        self.answer(204)
+
     def do_GET(self) -> None:
         """Of any object: as a server that knows nothing of ranges, or that has none of them."""
         if self.server.has_ranges:
@@ -59,7 +71,10 @@ class Handler(answering.Handler):
             self.answer(416, REFUSAL % b"InvalidRange")
 
     def do_HEAD(self) -> None:
-        self.answer(200, b"0123456789", ETag='"opaque"')
+        if self.server.has_objects:
+            self.answer(200, b"0123456789", ETag='"opaque"')
+        else:
+            self.answer(404)
 
 
 @pytest.fixture
@@ -152,7 +167,7 @@ REFUSALS = [(501, REFUSAL % b"NotImplemented"), (501, b""), (405, b""), (400, b"
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store, refusal: tuple[int, bytes]) -> None:
-    recorder.refused, recorder.refusal = {"If-None-Match"}, refusal
+    recorder.refused, recorder.refusal, recorder.has_objects = {"If-None-Match"}, refusal, False
     store.put("a", b"1", create=True)
     assert "If-None-Match" in recorder.heads[0]
     assert "If-None-Match" not in recorder.heads[-1]
@@ -165,15 +180,35 @@ def test_a_server_that_knows_no_conditions_through_obstore(
 ) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setattr(io_limits, "RETRY_S", 0.2)  # the client takes the answer for an outage
-    recorder.refused, recorder.refusal = {"If-None-Match"}, refusal
-    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": recorder.url, "client": "obstore"}
-    with open_store("s3://bucket/run", options) as store:
+    recorder.refused, recorder.refusal, recorder.has_objects = {"If-None-Match"}, refusal, False
+    with open_store("s3://bucket/run", recorder.options("obstore")) as store:
         store.put("a", b"1", create=True)
         num_asked = len(recorder.heads)
         store.put("b", b"2", create=True)
+        recorder.has_objects = True
+        with pytest.raises(ObjectExists):
+            store.put("b", b"3", create=True)
     assert "If-None-Match" in recorder.heads[0]
     assert ["If-None-Match" in head for head in recorder.heads[num_asked - 1 :]] == [False, False]
     assert recorder.bodies[num_asked - 1 :] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("part_nbytes", [1 << 20, 4])
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("refusal", [REFUSALS[0], (400, b"")])
+def test_a_refusal_that_says_nothing_of_what_is_there_overwrites_nothing(
+    recorder: Recorder, client: str, refusal: tuple[int, bytes], part_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a proxy, or of a server that takes a damaged request for a bad one."""
+    if client == "obstore":
+        pytest.importorskip("obstore")
+    monkeypatch.setattr(io_limits, "PART_NBYTES", part_nbytes)
+    recorder.refused, recorder.refusal = {"If-None-Match"}, refusal
+    with open_store("s3://bucket/run", recorder.options(client)) as store, pytest.raises(ObjectExists, match="run/a"):
+        store.put("a", b"01234", create=True)
+    sent = zip(recorder.heads, recorder.bodies, strict=True)
+    whole = [head for head, body in sent if body == b"01234" or body.startswith(b"<Complete")]
+    assert all("If-None-Match" in head for head in whole)
 
 
 @pytest.mark.parametrize("older", [False, True])
