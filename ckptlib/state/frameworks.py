@@ -140,7 +140,8 @@ def _warn_in_epoch(loader: object, path: str, state: object, advice: str) -> Non
 
 def warn_of_order(loader: object, path: str, advice: str) -> None:
     """Logs a sampler that draws another order for what is left of the epoch, if a loader has such a one."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = batches if batches is not None else getattr(loader, "sampler", None)
     while sampler is not None and not isinstance(sampler, _STATELESS):
         sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
     if sampler is None or hasattr(sampler, "state_dict") or known_class(sampler, _SEEDED) or not _is_told():

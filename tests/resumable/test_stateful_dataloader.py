@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from typing_extensions import override
 
 import ckptlib
@@ -147,3 +154,20 @@ def test_an_order_that_is_drawn_anew_is_told(
     once = {*chain(*[] if ended else seen, *resumed)} == {*range(64)}
     assert once == (ended or kind == "shuffle")
     assert ("so its order may be drawn anew" in caplog.text) == (not once)
+
+
+class Stream(IterableDataset[int]):
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(64))
+
+
+def test_batches_of_an_order_without_a_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch gives an iterable data set such a one."""
+    saved = torchdata.StatefulDataLoader(Stream(), batch_size=4, collate_fn=list)
+    assert len(list(islice(saved, 5))) == 5
+    ckptlib.save(tmp_path, {"data": saved}, 5)
+    resumed = torchdata.StatefulDataLoader(Stream(), batch_size=4, collate_fn=list)
+    ckptlib.load(tmp_path, {"data": resumed})
+    assert next(iter(resumed)) == [20, 21, 22, 23]
+    assert "so its order may be drawn anew" not in caplog.text
