@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 
 from ckptlib.catalog.shared_documents import SharedDocuments
-from ckptlib.errors import CkptError, StoreFull, describe
+from ckptlib.errors import CkptError, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.persist import put_failure
@@ -16,17 +17,19 @@ from ckptlib.writer.told_warnings import ALREADY_TOLD
 
 log = logging.getLogger(__name__)
 
-FULL_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
-"""Pauses between tries to publish a failure while the store is full. Other saves fail, too, and give back room."""
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+"""Pauses between tries to publish a failure while the store is full or away; the last is repeated. Rank 0 commits
+nothing later while it waits for the part that will not come."""
 
 
 class Failures:
     """Tells of the saves that fail in one writer. Any thread may call it."""
 
-    def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float) -> None:
-        """`shared`: the documents of the root. `slack_s`: how long the next job waits for a failure to be published."""
+    def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float, deadline_s: float) -> None:
+        """`shared`: the documents of the root. `slack_s`: how long the next job waits for a failure to be published.
+        `deadline_s`: how long a save may take; after that, nobody waits for a part of it."""
         self._channel, self._shared, self._rank = channel, shared, rank
-        self._slack_s = slack_s
+        self._slack_s, self._deadline_s = slack_s, deadline_s
 
     def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False, is_put: bool = False) -> None:
         """Publishes that this rank's part, or its commit, will not come, so that nobody waits for it. Tells the trainer
@@ -44,27 +47,35 @@ class Failures:
         self._publish(save, error, lambda is_published: None)
 
     def _publish(self, save: SaveId, error: str, then: Callable[[bool], None]) -> None:
-        """Publishes a failure in a thread of its own, since that may hang as well, and waits at most `slack_s` for it.
+        """Publishes a failure in a thread of its own, since that may hang as well, and waits at most `slack_s` for it;
+        no longer than for the first try if the store is away.
 
         `then`: called after the first try, or if it hangs, with whether the failure is published.
         """
         log.error("step %d: %s", save.step, error, extra=ALREADY_TOLD)
-        deadline, tried, published = time.monotonic() + self._slack_s, threading.Event(), threading.Event()
-        publishing = threading.Thread(target=self._put, args=(save, error, tried, published), daemon=True)
-        publishing.start()
+        deadline = time.monotonic() + self._slack_s
+        tried, waited, published = threading.Event(), threading.Event(), threading.Event()
+        threading.Thread(target=self._put, args=(save, error, tried, waited, published), daemon=True).start()
         tried.wait(self._slack_s)
         then(published.is_set())
-        publishing.join(max(deadline - time.monotonic(), 0.0))
+        waited.wait(max(deadline - time.monotonic(), 0.0))
 
-    def _put(self, save: SaveId, error: str, tried: threading.Event, published: threading.Event) -> None:
-        for pause_s in (*FULL_PAUSES_S, None):
+    def _put(
+        self, save: SaveId, error: str, tried: threading.Event, waited: threading.Event, published: threading.Event
+    ) -> None:
+        until = time.monotonic() + self._deadline_s
+        for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
             try:
                 self._shared.check_there()  # else the failure would make a directory where the root was
                 put_failure(self._shared.store, save, self._rank, error)
                 published.set()
+                waited.set()
                 return
             except (CkptError, OSError) as second:
-                if pause_s is None or not isinstance(second, StoreFull):
+                is_last = not isinstance(second, StoreError) or time.monotonic() + pause_s > until
+                if is_last or not isinstance(second, StoreFull):
+                    waited.set()
+                if is_last:
                     told = "step %d: the failure could not be published: %s"
                     log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the trainer is told of the save
                     return

@@ -1,18 +1,22 @@
-"""A save that fails where the store has no room even for a word about that: the trainer need not wait for it."""
+"""A save that fails where the store has no room even for a word about that, or is away: the trainer need not wait for
+it, and the other ranks are told once the store takes it."""
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from helpers.tmpfs import tmpfs
 
 from ckptlib.catalog.shared_documents import SharedDocuments
-from ckptlib.errors import StoreFull
+from ckptlib.errors import StoreError, StoreFull
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import write_plan
 from ckptlib.writer import failures
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.failures import Failures
@@ -22,13 +26,13 @@ LONG_S = 300.0
 
 
 def test_it_is_told_before_there_is_room_to_publish_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "FULL_PAUSES_S", (0.01,) * 30_000)
+    monkeypatch.setattr(failures, "PAUSES_S", (0.01,) * 30_000)
     left, right = socket.socketpair()
     with tmpfs(tmp_path / "disk", 1 << 20) as disk, left, right:
         store = LocalStore(str(disk))
         store.put("there", b"something")
         fill(disk / "fill")
-        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S)
+        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S, deadline_s=LONG_S)
         giving_up = threading.Thread(target=told.give_up, args=(SAVE, StoreFull("no room")))
         giving_up.start()
         [event] = Channel(left).receive(LONG_S / 2)
@@ -37,6 +41,25 @@ def test_it_is_told_before_there_is_room_to_publish_it(tmp_path: Path, monkeypat
         (disk / "fill").unlink()
         giving_up.join(LONG_S)
         assert any(str(SAVE) in entry.key for entry in store.scan(""))
+
+
+def test_it_is_published_when_the_store_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rank 0 waits for the part until the deadline of the save, and commits no later step meanwhile."""
+    monkeypatch.setattr(failures, "PAUSES_S", (0.01,))
+    plan, left, right = tmp_path / "plan.json", *socket.socketpair()
+    write_plan(plan, [{"op": "put", "action": "error"}])
+    with left, right:
+        store = open_store(f"fault+file://{tmp_path}/root?plan={plan}")
+        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S, deadline_s=LONG_S)
+        told.give_up(SAVE, StoreError("away"))  # returns while it is away
+        [event] = Channel(left).receive(LONG_S / 2)
+        assert (event["event"], event["save"], event["error"]) == ("failed", str(SAVE), "away")
+        assert not any(str(SAVE) in entry.key for entry in store.scan(""))
+        write_plan(plan, [])
+        deadline = time.monotonic() + LONG_S
+        while not any(str(SAVE) in entry.key for entry in store.scan("")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def fill(path: Path) -> None:
