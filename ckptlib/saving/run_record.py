@@ -32,9 +32,10 @@ GIT_S = 5.0
 HIDDEN = "(hidden)"
 
 _SECRETS = re.compile(
-    r"(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private)[_-]?key)$", re.IGNORECASE
+    r"^(?!-*n(?:um)?[_-]).*(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private)[_-]?key)$",
+    re.IGNORECASE | re.DOTALL,
 )
-"""Names whose values are secrets, whatever these are."""
+"""Names whose values are secrets, whatever these are; but for counts of them, such as n_credentials."""
 _TOKENS = re.compile(r"token$", re.IGNORECASE)
 _NO_SECRET = re.compile(r"[<\[].*[>\]]|.{0,7}", re.DOTALL)
 """Values of tokens that are no secrets: a `pad_token` of <pad>, [PAD] or !."""

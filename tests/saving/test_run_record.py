@@ -122,6 +122,7 @@ def test_secrets_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
 def test_passwords_are_left_out_however_they_look_and_wherever_they_stand() -> None:
     config = {"password": "hunter2", "db": {"password": "correct horse, battery!"}, "hub_token": "a%20token$"}
     words = {"pad_token": "!", "mask_token": "[MASK-OF-A-LONG-NAME]", "api_key": "", "auth_token": True}
+    words |= {"n_credentials": 3, "num_secret": 2}
     assert encode_config({**config, **words}) == {
         "password": HIDDEN,
         "db": {"password": HIDDEN},
