@@ -202,7 +202,12 @@ class Replicator:
             else:
                 if steps is not None:
                     steps.begin(now.may_go)
-                sent = send_slot(link, to, staging.slot, staging.slot.read_header(), steps)
+                try:
+                    header = staging.slot.read_header()
+                except CkptError as error:
+                    withdraw(link, to, self._rank, str(error))
+                    raise
+                sent = send_slot(link, to, staging.slot, header, steps)
                 sealed = True
                 self._backoff_s = FIRST_BACKOFF_S  # the link is good: the next time that it breaks is another one
                 self._told(f"replicas on rank {to}", step, None)

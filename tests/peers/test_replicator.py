@@ -93,6 +93,17 @@ def test_of_a_snapshot_that_is_late_its_holders_are_told(tmp_path: Path) -> None
     seal(bench.staging)
 
 
+def test_of_a_snapshot_whose_header_is_damaged_its_holders_are_told(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)  # its slot has no header at all
+    seal(bench.staging)
+    fate = bench.begin([])
+    until(lambda: fate.settled)
+    assert fate.failed
+    (page,) = bench.wire.sent
+    with pytest.raises(ReplicationFailed, match=bench.staging.slot.path.name):
+        _heed(page, 1)
+
+
 def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: Path) -> None:
     """Though the snapshot that it was for does not come."""
     bench = Bench(tmp_path)
