@@ -14,6 +14,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.persist import put_failure
 from ckptlib.writer.told_warnings import ALREADY_TOLD
+from ckptlib.writer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ nothing later while it waits for the part that will not come."""
 class Failures:
     """Tells of the saves that fail in one writer. Any thread may call it."""
 
-    def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float, deadline_s: float) -> None:
+    def __init__(self, channel: Channel, shared: SharedDocuments, rank: int, slack_s: float, trainer: Trainer) -> None:
         """`shared`: the documents of the root. `slack_s`: how long the next job waits for a failure to be published.
-        `deadline_s`: how long a save may take; after that, nobody waits for a part of it."""
+        Nobody waits for a part for longer than the trainer's saves may take."""
         self._channel, self._shared, self._rank = channel, shared, rank
-        self._slack_s, self._deadline_s = slack_s, deadline_s
+        self._slack_s, self._trainer = slack_s, trainer
 
     def give_up(self, save: SaveId, error: BaseException, in_doubt: bool = False, is_put: bool = False) -> None:
         """Publishes that this rank's part, or its commit, will not come, so that nobody waits for it. Tells the trainer
@@ -63,7 +64,7 @@ class Failures:
     def _put(
         self, save: SaveId, error: str, tried: threading.Event, waited: threading.Event, published: threading.Event
     ) -> None:
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self._trainer.deadline_s
         for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
             try:
                 self._shared.check_there()  # else the failure would make a directory where the root was
@@ -72,8 +73,9 @@ class Failures:
                 waited.set()
                 return
             except (CkptError, OSError) as second:
+                is_full = isinstance(second, StoreFull)
                 is_last = not isinstance(second, StoreError) or time.monotonic() + pause_s > until
-                if is_last or not isinstance(second, StoreFull):
+                if is_last or not is_full:
                     waited.set()
                 if is_last:
                     told = "step %d: the failure could not be published: %s"
@@ -82,6 +84,8 @@ class Failures:
             finally:
                 tried.set()
             time.sleep(pause_s)
+            if self._trainer.gone and not is_full:  # the next job, or a rescue, may finish the save by now
+                return
 
     def report(self, save: SaveId, error: BaseException, seen: bool = False, in_doubt: bool = False) -> None:
         """Tells the trainer alone. `seen`: another rank has published the failure; this one's slot may be read

@@ -258,7 +258,7 @@ class WriterProcess:
             tier.open(deadline_s, self._persister.note_upload)
             tier.gives_up_at = self._trainer.stops_draining
             tier.watched = lambda save: self._watchdog.work("drain", save, time.monotonic() + deadline_s)
-        failures = Failures(self._channel, catalog.shared, self._rank, self._watchdog.slack_s, deadline_s)
+        failures = Failures(self._channel, catalog.shared, self._rank, self._watchdog.slack_s, self._trainer)
         told = self._channel, self._trainer, self._watchdog, failures
         self._commits = Commits(*told, catalog, world_size, keep if self._rank == 0 else None, self._tier)
         self._beginning = Beginning(*told[:3], catalog, self._go_on_from)

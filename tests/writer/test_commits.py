@@ -114,5 +114,5 @@ def commits_of(
         channel, trainer = Channel(right), Trainer(os.getpid())
         trainer.deadline_s = deadline_s
         watchdog = Watchdog(Requests(), deadline_s or 60.0, lambda work, request: None, on_overdue)
-        failures = Failures(channel, catalog.shared, rank, watchdog.slack_s, deadline_s)
+        failures = Failures(channel, catalog.shared, rank, watchdog.slack_s, trainer)
         yield Commits(channel, trainer, watchdog, failures, catalog, 2, None, tier), Channel(left)

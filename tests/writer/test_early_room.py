@@ -78,7 +78,7 @@ def commits_of(job: SmallJob, channel: Channel) -> Commits:
     trainer.deadline_s = DEADLINE_S
     watchdog = Watchdog(Requests(), DEADLINE_S, lambda work, request: None, lambda work, request: None)
     catalog = Catalog(job.store)
-    failures = Failures(channel, catalog.shared, 0, watchdog.slack_s, DEADLINE_S)
+    failures = Failures(channel, catalog.shared, 0, watchdog.slack_s, trainer)
     return Commits(channel, trainer, watchdog, failures, catalog, job.world_size, KEEP, None)
 
 

@@ -3,9 +3,9 @@ it, and the other ranks are told once the store takes it."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from ckptlib.stores.testing import write_plan
 from ckptlib.writer import failures
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.failures import Failures
+from ckptlib.writer.trainer import Trainer
 
 SAVE: SaveId = parse_save("000000000002-000001-95a68bba")
 LONG_S = 300.0
@@ -32,7 +33,7 @@ def test_it_is_told_before_there_is_room_to_publish_it(tmp_path: Path, monkeypat
         store = LocalStore(str(disk))
         store.put("there", b"something")
         fill(disk / "fill")
-        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S, deadline_s=LONG_S)
+        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S, trainer=trainer())
         giving_up = threading.Thread(target=told.give_up, args=(SAVE, StoreFull("no room")))
         giving_up.start()
         [event] = Channel(left).receive(LONG_S / 2)
@@ -43,23 +44,35 @@ def test_it_is_told_before_there_is_room_to_publish_it(tmp_path: Path, monkeypat
         assert any(str(SAVE) in entry.key for entry in store.scan(""))
 
 
-def test_it_is_published_when_the_store_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else rank 0 waits for the part until the deadline of the save, and commits no later step meanwhile."""
+@pytest.mark.parametrize("is_gone", [False, True], ids=["trainer-is-there", "trainer-is-gone"])
+def test_it_is_published_when_the_store_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
+    """Else rank 0 waits for the part until the deadline of the save, and commits no later step meanwhile. Not if the
+    trainer is gone: whoever finishes the save may have begun."""
     monkeypatch.setattr(failures, "PAUSES_S", (0.01,))
     plan, left, right = tmp_path / "plan.json", *socket.socketpair()
     write_plan(plan, [{"op": "put", "action": "error"}])
     with left, right:
         store = open_store(f"fault+file://{tmp_path}/root?plan={plan}")
-        told = Failures(Channel(right), SharedDocuments(store), 1, slack_s=LONG_S, deadline_s=LONG_S)
+        own, before = trainer(), {*threading.enumerate()}
+        told = Failures(Channel(right), SharedDocuments(store), 1, LONG_S, own)
         told.give_up(SAVE, StoreError("away"))  # returns while it is away
         [event] = Channel(left).receive(LONG_S / 2)
         assert (event["event"], event["save"], event["error"]) == ("failed", str(SAVE), "away")
         assert not any(str(SAVE) in entry.key for entry in store.scan(""))
+        [publishing] = {*threading.enumerate()} - before
+        if is_gone:
+            own.leave()
+            publishing.join(LONG_S)
         write_plan(plan, [])
-        deadline = time.monotonic() + LONG_S
-        while not any(str(SAVE) in entry.key for entry in store.scan("")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        publishing.join(LONG_S)
+        assert not publishing.is_alive()
+        assert any(str(SAVE) in entry.key for entry in store.scan("")) is not is_gone
+
+
+def trainer() -> Trainer:
+    found = Trainer(os.getpid())
+    found.deadline_s = LONG_S
+    return found
 
 
 def fill(path: Path) -> None:

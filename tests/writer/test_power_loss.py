@@ -35,6 +35,7 @@ from ckptlib.writer.failures import Failures
 from ckptlib.writer.own_shares import OwnShares
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.tier import Tier
+from ckptlib.writer.trainer import Trainer
 
 PACK_NBYTES = 1 << 16
 
@@ -164,7 +165,7 @@ def test_a_part_on_a_disk_that_did_not_flush_its_name_may_be_restored(
     left, right = socket.socketpair()
     with left, right:
         channel, catalog = Channel(right), Catalog(job.store)
-        failures = Failures(channel, catalog.shared, 0, 1.0, 1.0)
+        failures = Failures(channel, catalog.shared, 0, 1.0, Trainer(os.getpid()))
         own = (channel, unused, unused, failures, catalog, 0, unused, unused, persister, tier, unused)
         OwnShares(*own).fail(save, error.value, drains=False)
         (told,) = Channel(left).receive(0)
