@@ -303,8 +303,8 @@ class Checkpointer:
         """Saves the state after `step` steps now, whatever the policy says. Collective; blocks until a slot is free.
 
         Returns the Pending of the last save if that was of this step. Raises UnsupportedState, NoRoom or Superseded on
-        all ranks, SaveFailed if a rank could not save this step, WaitTimeout if no slot is free within 1.5 times
-        `save_deadline`, and ValueError for a step below the last one saved.
+        all ranks, AgreementFailed if their steps differ, SaveFailed if a rank could not save this step, WaitTimeout if
+        no slot is free within 1.5 times `save_deadline`, and ValueError for a step below the last one saved.
         """
         self._check_open()
         step = checked_step(step)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
-from ckptlib.errors import CkptError, SaveFailed
+from ckptlib.errors import AgreementFailed, CkptError, SaveFailed
 from ckptlib.events import Stopping
 from ckptlib.ranks.beat import Word
 from ckptlib.saving.attempts import Attempts, begun
@@ -234,7 +234,14 @@ class TrainingSteps:
         session, before, known = self._session, self._attempts.last, self._attempts.has(step)
         # a save that was given up was published, and would be taken for the outcome of another try
         given_up = session.given_up is not None and session.given_up == step
-        some, not_all, failed = session.group.max([int(known), int(not known), int(given_up)])
+        (some, not_all, failed, last), (first,) = session.group.extremes(
+            [int(known), int(not known), int(given_up), step], [step]
+        )
+        if first != last:  # none of these steps would ever be whole
+            raise AgreementFailed(
+                f"this rank called save({step}), but the ranks are at steps {first} to {last}; every rank must call "
+                "save with the same step. Nothing was saved"
+            )
         if failed or (some and not_all):  # a rank without it would begin another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if before is not None and known:

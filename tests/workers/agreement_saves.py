@@ -110,6 +110,16 @@ def steps_that_differ(url: Path) -> None:
     assert "4" in str(caught.value)
 
 
+def saves_of_steps_that_differ(url: Path) -> None:
+    """No rank takes one: each step would lack the part of some rank, and be waited for until the deadline of saves."""
+    with checkpointer(url, {"w": torch.zeros(3)}) as ckpt:
+        with pytest.raises(AgreementFailed, match=r"every rank must call save with the same step") as caught:
+            ckpt.save(4 if rank() == 1 else 3)
+        assert f"called save({4 if rank() == 1 else 3}), but the ranks are at steps 3 to 4" in str(caught.value)
+        ckpt.save(4).wait_committed(PATIENCE_S)
+    assert committed(url) == [4]
+
+
 # Saves that fail
 
 
