@@ -222,7 +222,7 @@ def test_a_slot_that_cannot_be_mapped_is_named_and_let_go(slot: Slot, monkeypatc
         with pytest.raises(FormatError, match=rf"{slot.path}: cannot be mapped as a slot: .*{error.args[-1]}"):
             Slot.open(slot.path)
     monkeypatch.undo()
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open
     Slot.open(slot.path).close()
 
 

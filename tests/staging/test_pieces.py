@@ -116,7 +116,7 @@ def test_scratch_grows_and_lets_go(monkeypatch: pytest.MonkeyPatch, has_files: b
         sources = sources_of(sizes)
         assert scratch.gather(Pieces(addresses_of(sources), sizes)) == b"".join(map(bytes, sources))
     del scratch
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_scratch_does_without_a_file_that_cannot_grow() -> None:
@@ -130,9 +130,9 @@ def test_scratch_does_without_a_file_that_cannot_grow() -> None:
             assert scratch.gather(Pieces(addresses_of(sources), sizes)) == b"".join(map(bytes, sources))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     del scratch
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_windows_lie_within_and_everywhere() -> None:

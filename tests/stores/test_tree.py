@@ -264,7 +264,7 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
             store.put("link/x", b"")
         store.delete("a/b/c")
         store.clean(time.time(), is_known)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
