@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import optim
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 fsdp2_on_the_host = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch gathers parameters on accelerators only"
@@ -20,6 +21,11 @@ has_float4 = pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="
 cuts_by_itself = pytest.mark.skipif(
     "src_data_rank" not in signature(distribute_tensor).parameters,
     reason="a rank of this torch does not cut a DTensor without the others",
+)
+
+tells_order = pytest.mark.skipif(
+    not hasattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order"),
+    reason="distribute_tensor of this torch cuts uneven dims by a _StridedShard otherwise than fully_shard does",
 )
 
 adamw_is_adam = pytest.mark.skipif(
