@@ -211,7 +211,7 @@ class S3Client:
             await self._fs.set_session()
             client = await self._fs.get_s3(self.bucket)
         except (TypeError, ValueError) as error:  # s3fs does not know botocore's options, and passes on any name
-            raise WrongOption(str(error)) from error
+            raise WrongOption(f"{type(error).__name__}: {error}") from error
         if client is not self._s3:
             client.meta.events.register_last("before-call.s3", _expect_nothing)
             self._s3 = client

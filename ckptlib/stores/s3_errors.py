@@ -27,7 +27,10 @@ _RENEW = "the session's token is no longer valid: renew the credentials"
 _BUCKET = "no such bucket: correct the URL, or make the bucket"
 _PAGE = "answered by {} without a code, as no S3 server does; is there a proxy in the way?"
 _UPLOAD = "the server no longer has this upload: did a lifecycle rule, or somebody, abort what was under way?"
-_NO_FILE = "a program for credentials, or a file of certificates, is not there: correct ~/.aws, or AWS_CA_BUNDLE"
+_NO_FILE = (
+    "a program for credentials, a file of their token or one of certificates is not there: correct what names it, in "
+    "~/.aws, in a variable such as AWS_CA_BUNDLE, or in client_kwargs"
+)
 _REGION = "the bucket is in another region: name it in storage_options={'client_kwargs': {'region_name': ...}}"
 
 _DENIED = {
@@ -74,7 +77,8 @@ _NO_CREDENTIALS = (
 
 _OPTIONS = (
     "correct storage_options: s3fs takes endpoint_url (with http:// or https://), key, secret, token, profile and "
-    "anon; client_kwargs={'region_name': ...} and config_kwargs={...} are botocore's"
+    "anon; client_kwargs={'region_name': ...} and config_kwargs={...} are botocore's. Or correct "
+    "~/.aws, if a credential_process there does not print what it should"
 )
 
 
@@ -83,7 +87,8 @@ class Stalled(Exception):
 
 
 class WrongOption(Exception):
-    """A client cannot be made of the storage options: a name that s3fs and botocore do not know, or a wrong value."""
+    """A client cannot be made of the storage options: a name that s3fs and botocore do not know, or a wrong value; or
+    what a program for credentials prints is wrong."""
 
 
 class Torn(Exception):

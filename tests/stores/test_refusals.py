@@ -202,11 +202,14 @@ def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
 
 
 @pytest.mark.parametrize("client", ["obstore", "s3fs"], indirect=True)
-def test_a_program_for_credentials_that_is_not_there(server: Refusing, client: str, credentials: Path) -> None:
-    credentials.with_name("config").write_text("[default]\nregion = us-east-1\ncredential_process = /nowhere/program\n")
+@pytest.mark.parametrize(("program", "told"), [("/nowhere/it", "/nowhere/it"), ("echo no", "JSONDecodeError")])
+def test_a_program_that_gives_no_credentials(
+    server: Refusing, client: str, credentials: Path, program: str, told: str
+) -> None:
+    credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = {program}\n")
     with (
         at_most(AT_ONCE_S),
-        pytest.raises(StoreDenied, match=r"/nowhere/program.*correct ~/.aws"),
+        pytest.raises(StoreDenied, match=rf"{told}.*correct .*~/.aws"),
         open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store,
     ):
         store.put("a", b"data")
