@@ -98,11 +98,11 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         self._resumed: Resumed | None = None
 
     @override
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's. It asks a loader for its state before it sets the seeded sampler, so workers have begun the
         first epoch in another order by then: they begin it anew."""
-        loader = super().prepare_data_loader(*args, **kwargs)
-        if self.use_seedable_sampler:
+        loader = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self.use_seedable_sampler and loader is not data_loader:  # else it was prepared before, and may have a place
             _read_anew(loader)
         return loader
 

@@ -240,6 +240,7 @@ def stateful(directory: Path, stops_at: int = -1, workers: int = 0, seeded: bool
     loader = accelerator.prepare(loader)
     if (directory / "a").exists():
         accelerator.load_state(directory / "a")
+    assert accelerator.prepare(loader) is loader  # changes nothing
     seen = []
     for _ in range(loader.iteration, 2):
         for batch in loader:
