@@ -33,7 +33,7 @@ from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.ranks.together import by_rank_0, together_at_length
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
-from ckptlib.state.frameworks import SEEDABLE, warn_of_order
+from ckptlib.state.frameworks import SEEDABLE, read_anew, warn_of_order
 from ckptlib.state.leaf import PerRank
 from ckptlib.state.rng import capture
 from ckptlib.stores import open_store
@@ -103,7 +103,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         first epoch in another order by then: they begin it anew."""
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.use_seedable_sampler and loader is not data_loader:  # else it was prepared before, and may have a place
-            _read_anew(loader)
+            read_anew(loader)
         return loader
 
     @override
@@ -159,7 +159,6 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
             loader.iteration = iteration + ended
             if ended:
                 self._ended.append((loader, iteration))
-                _read_anew(loader)  # from the end on, workers would end the epoch again, and the sampler count it twice
         self._random = capture()
 
     @override
@@ -348,13 +347,6 @@ def _finish() -> None:
             folders.end()
         except (CkptError, OSError) as error:
             log.error("%s", error)
-
-
-def _read_anew(loader: Any) -> None:
-    """Has the workers of a stateful loader begin with the next epoch. Without workers, nothing is read ahead."""
-    if getattr(loader, "use_stateful_dataloader", False) and loader.num_workers:
-        loader.base_dataloader.load_state_dict({})  # drops what reads ahead, but not a place that was loaded
-        loader.base_dataloader.next_iter_state = None
 
 
 def _weights_of(model: Any) -> object:

@@ -40,7 +40,10 @@ _STATELESS = (
 """torch's samplers that draw their order as an epoch begins. For `shuffle=True` torchdata has one of its own."""
 _SEEDED = {("accelerate.data_loader", "SeedableRandomSampler")}
 """Subclasses of these whose order is a function of seed and epoch."""
-_COUNT_ALONE = _LOADERS | _STATEFUL_LOADERS | _NODE_LOADERS
+_COUNT_ALONE = _STATEFUL_LOADERS | _NODE_LOADERS
+
+FINISHED, EPOCH = "_iterator_finished", "ckptlib_epoch"
+"""Keys of the state of a StatefulDataLoader, and of ours beside them for one of accelerate."""
 
 
 def known_class(node: object, known: Container[tuple[str, str]]) -> tuple[str, str] | None:
@@ -100,10 +103,6 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
     A StatefulDataLoader gives its place to its next iterator. An iterator that the program has already goes on from its
     own place, but `state_dict()` tells the loaded one from then on: that is logged.
 
-    A data loader of accelerate tells the state of its last batch, even after it was given another one, so the function
-    sets that, too: else a save between a load and the first batch, as by `Checkpointer.restore` with peers, would begin
-    the epoch anew.
-
     A Loader of torchdata.nodes goes to its place at once: see `_put_to_place`.
     """
 
@@ -120,21 +119,53 @@ def loader_of(node: Any, path: str) -> Callable[[Any], object]:
         )
         node.load_state_dict(state)
 
-    def load_adapter(state: object) -> None:
-        _warn_in_epoch(node, path, state, SEEDABLE)
-        node.load_state_dict(state)
-        node.dl_state_dict = copy.deepcopy(state)
-
-    if known_class(node, _LOADERS):
-        return load_adapter
     if known_class(node, _NODE_LOADERS):
         return partial(_put_to_place, node)
     return load if known_class(node, _STATEFUL_LOADERS) else node.load_state_dict
 
 
+class AcceleratedLoader:
+    """The state of a stateful data loader of accelerate, and its epoch. That decides on the order of a seeded sampler;
+    accelerate's own `state_dict()` lacks it, so a resume in a later epoch would go on in the first one's order."""
+
+    def __init__(self, loader: Any, path: str) -> None:
+        self._loader = loader
+        self._path = path
+
+    @staticmethod
+    def of(node: object) -> bool:
+        return known_class(node, _LOADERS) is not None
+
+    def state_dict(self) -> dict[str, object]:
+        """The epoch is the next one if the loop has the last batch: accelerate counts it when it is asked for more."""
+        loader = self._loader
+        under_way = any(each is loader for each in loader.gradient_state.dataloader_references)
+        return {**loader.state_dict(), EPOCH: loader.iteration + (under_way and loader.end_of_dataloader)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Sets `dl_state_dict`, too, which tells the state of the last batch: else a save between a load and the first
+        batch, as by `Checkpointer.restore` with peers, would begin the epoch anew."""
+        loader = self._loader
+        place = {key: value for key, value in state.items() if key != EPOCH}
+        _warn_in_epoch(loader, self._path, place, SEEDABLE)
+        loader.load_state_dict(place)
+        loader.dl_state_dict = copy.deepcopy(place)
+        loader.iteration = state.get(EPOCH, loader.iteration)
+        if place.get(FINISHED):
+            read_anew(loader)  # workers would end the epoch once more, and the sampler count it twice
+
+
+def read_anew(loader: Any) -> None:
+    """Has the workers of a stateful loader of accelerate begin with the next epoch. Without workers, nothing is read
+    ahead."""
+    if getattr(loader, "use_stateful_dataloader", False) and loader.num_workers:
+        loader.base_dataloader.load_state_dict({})  # drops what reads ahead, but not a place that was loaded
+        loader.base_dataloader.next_iter_state = None
+
+
 def _warn_in_epoch(loader: object, path: str, state: object, advice: str) -> None:
     """Warns as `warn_of_order` does, unless the loaded place is the end of an epoch: the next one is drawn whole."""
-    if not (isinstance(state, Mapping) and state.get("_iterator_finished")):
+    if not (isinstance(state, Mapping) and state.get(FINISHED)):
         warn_of_order(loader, path, advice)
 
 
@@ -231,4 +262,4 @@ _REFERENCES = _references()
 def counts_alone(node: object) -> bool:
     """Returns whether this is a data loader whose place is the number of batches that one rank has had: it holds while
     the same number of ranks share the data."""
-    return known_class(node, _COUNT_ALONE) is not None
+    return isinstance(node, AcceleratedLoader) or known_class(node, _COUNT_ALONE) is not None

@@ -16,7 +16,7 @@ from torch import nn
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.paths import join
 from ckptlib.format.tagged_values import MAX_DEPTH
-from ckptlib.state.frameworks import is_tensor_dict, refuse_loader, torch_optimizer, unwrapped
+from ckptlib.state.frameworks import AcceleratedLoader, is_tensor_dict, refuse_loader, torch_optimizer, unwrapped
 from ckptlib.state.hidden_state import refuse_hidden
 from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.optimizers import refuse_optimizer
@@ -82,7 +82,7 @@ class Visitor(ABC, Generic[Given]):
         elif is_stateful(node):
             refuse_optimizer(node, path)
             refuse_loader(node, path)
-            self.add_stateful(node, path, given)
+            self.add_stateful(AcceleratedLoader(node, path) if AcceleratedLoader.of(node) else node, path, given)
         else:
             refuse_loader(node, path)
             self.add_plain(node, path, given)

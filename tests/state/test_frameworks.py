@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +138,8 @@ class Adapter:
     def __init__(self, position: int | None) -> None:
         if position is not None:
             self.dl_state_dict = {"yielded": position}
+        self.iteration, self.end_of_dataloader = 0, False
+        self.gradient_state = SimpleNamespace(dataloader_references=[None])
         self.given: object = None
 
     def state_dict(self) -> object:
@@ -200,6 +204,30 @@ def test_accelerate(tmp_path: Path) -> None:
     plain = accelerate.Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(torch.arange(4.0)))
     with pytest.raises(UnsupportedState, match="DataLoaderShard has no state"):
         ckptlib.save(tmp_path / "other", {"data": plain}, 1)
+
+
+@pytest.mark.parametrize("stops_at", [None, 2, 3, 4, 6])
+def test_a_loader_of_accelerate_goes_on_in_its_epoch(tmp_path: Path, stops_at: int | None) -> None:
+    """Three batches are an epoch, which a seeded sampler orders. Stops at a batch, or behind the first epoch."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("torchdata.stateful_dataloader")
+    given = {"use_stateful_dataloader": True, "use_seedable_sampler": True, "data_seed": 3}
+    configuration = accelerate.utils.DataLoaderConfiguration(**given)
+
+    def loader() -> Any:
+        data = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+        return accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(data)
+
+    def batches(loader: Any) -> Iterator[list[float]]:
+        return (batch.tolist() for _ in range(3) for batch in loader)
+
+    whole, saved = [*batches(loader())], loader()
+    taken = batches(saved)
+    seen = [batch.tolist() for batch in saved] if stops_at is None else [*islice(taken, stops_at)]
+    ckptlib.save(tmp_path, {"data": saved}, 1)
+    resumed = loader()
+    ckptlib.load(tmp_path, {"data": resumed})
+    assert [*seen, *islice(batches(resumed), 9 - len(seen))] == whole
 
 
 def test_a_data_loader_of_torch_is_refused_with_the_remedy(tmp_path: Path) -> None:
