@@ -221,7 +221,8 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
 
 def _use_boto(client: Client, profile: str | None) -> None:
     """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and sources named there."""
-    files = [os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"]
+    usual = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+    files = [os.environ.get(name, place) for name, place in usual.items()]
     files = [*map(os.path.expanduser, files)]  # unchanged if no home is known: pathlib would raise
     if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(map(os.path.exists, files))):
         return

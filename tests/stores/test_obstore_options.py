@@ -189,6 +189,18 @@ def test_a_profile(s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.Monkey
         open_store(url, {**options, "profile": "nobody"})
 
 
+def test_a_config_file_that_a_variable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SHARED_CREDENTIALS_FILE", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "config"
+    file.write_text("[default]\nregion = eu-west-3\naws_access_key_id = k\naws_secret_access_key = s\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    client = client_of("s3://b/r", {})
+    assert client.config["region"] == "eu-west-3"
+    assert client.credential_provider().items() >= {"access_key_id": "k", "secret_access_key": "s"}.items()  # type: ignore[operator]
+
+
 def test_keys_of_the_environment(s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.secrets["key"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secrets["secret"])
