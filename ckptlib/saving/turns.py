@@ -118,9 +118,11 @@ class Turns:
     def tell_waiting(self) -> None:
         """Warns that a save is due and some rank has no slot for it, once that has lasted for two intervals."""
         session = self._session
-        if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
+        rank = session.group.rank
+        if self.due.must_tell() and (rank == 0 or session.snapshots.persisting):
             log.warning(
-                "no save for two intervals, and one is due: %s; training goes on%s",
+                "no save for two intervals, and one is due: %s%s; training goes on%s",
+                f"on rank {rank}, " if session.group.size > 1 else "",
                 session.store_state.waits_for(),
                 "" if (times := self.due.num_late) == 1 else f" ({times} times so far, told again after as many)",
             )
