@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -190,8 +191,8 @@ def test_a_profile(s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_config_file_that_a_variable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SHARED_CREDENTIALS_FILE", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "config"
     file.write_text("[default]\nregion = eu-west-3\naws_access_key_id = k\naws_secret_access_key = s\n")
