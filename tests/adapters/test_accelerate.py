@@ -228,7 +228,7 @@ def test_a_name_is_in_use(tmp_path: Path) -> None:
 
 
 def stateful(directory: Path, stops_at: int = -1, workers: int = 0, seeded: bool = True) -> list[Any]:
-    """The batches of two epochs, from where the newest checkpoint says."""
+    """The batches of two epochs, from where the newest checkpoint says. `stops_at` below 0: behind an epoch's loop."""
     AcceleratorState._reset_state(reset_partial_state=True)
     loading = accelerate_job.DataLoaderConfiguration(
         use_stateful_dataloader=True, use_seedable_sampler=seeded, data_seed=3
@@ -249,11 +249,15 @@ def stateful(directory: Path, stops_at: int = -1, workers: int = 0, seeded: bool
                 accelerator.save_state(directory / "a")
                 accelerator.end_training()
                 return seen
+        if len(seen) == -stops_at:
+            accelerator.save_state(directory / "a")
+            accelerator.end_training()
+            return seen
     return seen
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stops_at", [4, 10, 13])
+@pytest.mark.parametrize("stops_at", [4, 10, -10, 13])
 def test_a_stateful_loader_goes_on_at_its_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stops_at: int, workers: int
 ) -> None:
