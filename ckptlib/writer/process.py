@@ -105,6 +105,7 @@ class WriterProcess:
         if self._account is not None:
             self._account.finish()
         if self._is_left:
+            self._trainer.leave()  # if it died in `close`: what has failed may be finished by others from here on
             self._slots.abandon()
             self._slots.await_successor(None if self._held is None else self._rescue)
         self._commits.finish_sweeps()

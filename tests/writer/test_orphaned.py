@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from helpers.fault_log import operations
-from helpers.writers import Bench, alive, hear, until
+from helpers.writers import Bench, alive, hear, stop, until
 from workers.crash_spare import ROOT_ID
 
 from ckptlib.format.keys import GenerationId
@@ -31,9 +33,9 @@ class Faulty:
         self.bench, self.plan = bench, bench.directory / "plan.json"
         write_plan(self.plan, [])
 
-    def writer(self, **more: object) -> Writer:
+    def writer(self, keep_slots_s: float = KEEP_SLOTS_S, **more: object) -> Writer:
         url = f"fault+file://{self.bench.root}?plan={quote(str(self.plan))}"
-        return self.bench.writer(url=url, deadline_s=DEADLINE_S, keep_slots_s=KEEP_SLOTS_S, **more)
+        return self.bench.writer(url=url, deadline_s=DEADLINE_S, keep_slots_s=keep_slots_s, **more)
 
     def met(self) -> bool:
         return any(line["fault"] for line in operations(self.plan))
@@ -84,3 +86,21 @@ def test_a_step_of_a_generation_without_a_record_is_none(faulty: Faulty) -> None
     assert not faulty.manifests(3)
     assert not slot.path.exists()
     assert "the record of its generation is not in the store" in writer.log_path.read_text()
+
+
+def test_one_whose_trainer_died_in_close_publishes_no_failure_late(faulty: Faulty) -> None:
+    """A rescue, or the next job, may be finishing that save."""
+    writer = faulty.writer(keep_slots_s=1.5)
+    save, slot = faulty.bench.slot(1)
+    writer.add_slot(slot.path)
+    write_plan(faulty.plan, [{"op": "put", "action": "error"}])
+    writer.persist(save, slot.path)
+    hear(writer, "failed")
+    stop(writer.pid)  # so that it hears at once that the trainer closes, and is gone
+    writer._child.channel.send({"op": "close"})
+    writer.leave()
+    os.kill(writer.pid, signal.SIGCONT)
+    until(slot.abandoned)
+    write_plan(faulty.plan, [])  # while the next try is still to come
+    until(lambda: not alive(writer.pid))
+    assert [*faulty.bench.root.glob("parts/*/*")] == []
