@@ -125,21 +125,25 @@ def forked(
             time.sleep(0.02)
         codes = [rank.exitcode for rank in ranks]
         if time.monotonic() >= deadline:
-            tell_places([rank.pid for rank in ranks if rank.pid is not None and rank.exitcode is None])
+            tell_places([rank.pid for rank in ranks if rank.pid is not None and rank.exitcode is None], log)
         for rank in ranks:
             rank.kill()
             rank.join()
         return codes, log.read_text(errors="replace") if log.exists() else ""
 
 
-def tell_places(pids: Iterable[int]) -> None:
-    """Has processes that do not end, and those that they forked, write to the log where each of their threads is."""
+def tell_places(pids: Iterable[int], log: Path) -> None:
+    """Has processes that do not end, and those that they forked, write to the log where each of their threads is. One
+    that has ended, while its end was not told, is a zombie there."""
     for pid in pids:
-        with suppress(OSError):  # it may end just now
+        with suppress(OSError), log.open("a") as said:  # it may end just now
+            status = Path(f"/proc/{pid}/status").read_text().splitlines()
+            said.write(f"process {pid}: {status[2]}\n")
+            said.flush()
             children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
             os.kill(pid, signal.SIGABRT)
             time.sleep(1)  # while faulthandler writes
-            tell_places(map(int, children.split()))
+            tell_places(map(int, children.split()), log)
 
 
 def be_program(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:
