@@ -84,7 +84,8 @@ class Failures:
             finally:
                 tried.set()
             time.sleep(pause_s)
-            if self._trainer.gone and not is_full:  # the next job, or a rescue, may finish the save by now
+            if self._trainer.gone and (not is_full or pause_s == PAUSES_S[-1]):
+                waited.set()  # the next job, or a rescue, may finish the save by now
                 return
 
     def report(self, save: SaveId, error: BaseException, seen: bool = False, in_doubt: bool = False) -> None:

@@ -44,6 +44,26 @@ def test_it_is_told_before_there_is_room_to_publish_it(tmp_path: Path, monkeypat
         assert any(str(SAVE) in entry.key for entry in store.scan(""))
 
 
+def test_a_full_store_is_left_alone_some_time_after_the_trainer_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finishes the save may have begun."""
+    monkeypatch.setattr(failures, "PAUSES_S", (0.01, 0.02))
+    left, right = socket.socketpair()
+    with tmpfs(tmp_path / "disk", 1 << 20) as disk, left, right:
+        store = LocalStore(str(disk))
+        store.put("there", b"something")
+        fill(disk / "fill")
+        own = trainer()
+        own.leave()
+        publishing = threading.Thread(
+            target=Failures(Channel(right), SharedDocuments(store), 1, LONG_S, own).publish, args=(SAVE, "no room")
+        )
+        publishing.start()
+        publishing.join(LONG_S / 2)
+        assert not publishing.is_alive()
+
+
 @pytest.mark.parametrize("is_gone", [False, True], ids=["trainer-is-there", "trainer-is-gone"])
 def test_it_is_published_when_the_store_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
     """Else rank 0 waits for the part until the deadline of the save, and commits no later step meanwhile. Not if the
