@@ -173,9 +173,12 @@ def warn_of_order(loader: object, path: str, advice: str) -> None:
     """Logs a sampler that draws another order for what is left of the epoch, if a loader has such a one."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = batches if batches is not None else getattr(loader, "sampler", None)
-    while sampler is not None and not isinstance(sampler, _STATELESS):
+    passed = set[int]()
+    while not (sampler is None or isinstance(sampler, _STATELESS) or id(sampler) in passed):
+        passed.add(id(sampler))  # one may refer back to what holds it
         sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
-    if sampler is None or hasattr(sampler, "state_dict") or known_class(sampler, _SEEDED) or not _is_told():
+    draws = isinstance(sampler, _STATELESS) and not known_class(sampler, _SEEDED)
+    if not draws or hasattr(sampler, "state_dict") or not _is_told():
         return
     log.warning(
         "%s: the %s of this %s has no state, so its order may be drawn anew: what is left of the epoch would have "

@@ -19,6 +19,7 @@ from torch import nn, optim
 import ckptlib
 from ckptlib import UnsupportedState
 from ckptlib.staging.fence import Fence
+from ckptlib.state.frameworks import warn_of_order
 
 
 class Wrapper(optim.Optimizer):
@@ -236,3 +237,10 @@ def test_a_data_loader_of_torch_is_refused_with_the_remedy(tmp_path: Path) -> No
         UnsupportedState, match=r"data: torch's DataLoader does not tell.*save ckptlib\.data\.resumable"
     ):
         ckptlib.save(tmp_path, state, step=1)
+
+
+def test_a_sampler_that_refers_back_to_what_holds_it_ends_the_search(caplog: pytest.LogCaptureFixture) -> None:
+    sampler, batches = SimpleNamespace(), SimpleNamespace()
+    sampler.batch_sampler, batches.sampler = batches, sampler
+    warn_of_order(SimpleNamespace(batch_sampler=batches), "data", "advice")
+    assert not caplog.records
