@@ -19,8 +19,12 @@ _S3 = ("s3", "s3a")
 _BUCKETS = (*_S3, "gs", "gcs", "az", "abfs", "abfss")
 _CLIENTS = ("s3fs", "obstore", "fsspec")
 
-_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
-"""Matches the beginning of a URL that went through pathlib; a drive of Windows has one letter."""
+_LOST_SLASH = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+(?=:/)|{'|'.join(_BUCKETS)}):/?(?!/)")
+"""Matches the beginning of a URL that went through pathlib, or of a bucket's without any slash; a drive of Windows has
+one letter."""
+
+_CACHES = ("filecache", "simplecache", "blockcache", "cached")
+"""fsspec's schemes of caches in front of another filesystem, which an option names."""
 
 
 def url_text(url: str | Path) -> str:
@@ -51,13 +55,18 @@ def _split(url: str) -> tuple[str, str]:
     if lost := _LOST_SLASH.match(url):
         whole = f"{lost[1]}://{'/' if lost[1] in _LOCAL else ''}{url[lost.end() :]}"
         raise ValueError(
-            f"{url} would be a directory below {Path.cwd()}: is it {whole}? pathlib makes one slash of two; pass a URL "
-            f"as a str, or ./{url} if the directory is meant"
+            f"{url} would be a directory below {Path.cwd()}: is it {whole}? A URL has two slashes behind its scheme, "
+            f"and pathlib makes one of them; pass a URL as a str, or ./{url} if the directory is meant"
         )
     scheme, found, rest = url.partition("://")
     if found and not scheme:  # fsspec would take it for a path
         raise ValueError(f"{url} names no scheme: expected one such as s3://bucket/run7. Is a variable in it not set?")
     scheme, rest = (scheme, rest) if found else ("file", url)
+    if found and scheme in _LOCAL and rest.startswith("localhost/"):
+        raise ValueError(
+            f"{url} would be below a directory called localhost in {Path.cwd()}: is it {rest.removeprefix('localhost')}"
+            f"? Pass that, or {os.path.abspath(rest)} if the directory is meant"
+        )
     if scheme in _LOCAL and rest.split("/", 1)[0] == "~":
         raise ValueError(
             f"{url} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the home directory "
@@ -75,7 +84,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     written yet.
 
     Raises ValueError for a URL that has lost a slash, its scheme or its bucket, for a chain of fsspec's, for a path
-    below "~" and for options of which no filesystem can be made; TypeError for options that are no dict.
+    below "~", for file://localhost/ and for options of which no filesystem can be made; TypeError for options that are
+    no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")
@@ -100,10 +110,12 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         raise ValueError(f"client {client!r}: expected one of {', '.join(_CLIENTS)}")
     if client == "obstore":
         return _obstore(url, given)
-    if "::" in url:  # a cache would give what others have deleted, and does not put whole; some wait for themselves
+    # A cache would give what others have deleted, and does not put whole; some wait for themselves.
+    if "::" in url or scheme in _CACHES:
         raise ValueError(
-            f"{without_userinfo(url)}: fsspec makes a chain of filesystems of a URL with '::', and ckptlib takes none: "
-            "give the URL of the store alone, as s3://bucket/run7; of an archive zip://run7, with an option fo=PATH"
+            f"{without_userinfo(url)}: fsspec makes a chain of filesystems of a URL with '::', or of a cache, and "
+            "ckptlib takes none: give the URL of the store alone, as s3://bucket/run7; of an archive zip://run7, with "
+            "an option fo=PATH"
         )
     if client == "s3fs":
         return _s3(url, scheme, given)

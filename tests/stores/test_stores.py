@@ -59,9 +59,11 @@ def test_a_path_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (Path("gs://bucket") / "run", "gs://bucket/run"),
         (Path("file:///scratch/run"), "file:///scratch/run"),
         ("s3:/bucket", "s3://bucket"),
+        ("s3:bucket/run", "s3://bucket/run"),
+        ("abfs:container", "abfs://container"),
     ],
 )
-def test_a_url_that_went_through_pathlib_is_no_directory(
+def test_a_url_that_has_lost_slashes_is_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | Path, meant: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -74,6 +76,22 @@ def test_a_url_that_went_through_pathlib_is_no_directory(
         ckptlib.save(url, {"a": torch.ones(1)}, step=1)
     assert [*tmp_path.iterdir()] == []
     assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
+
+
+def test_the_host_of_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for what in (absolute, open_store):
+        with pytest.raises(
+            ValueError, match=r"below a directory called localhost in .*: is it /scratch/run\? Pass that"
+        ):
+            what("file://localhost/scratch/run")
+    assert absolute("localhost/run") == absolute("file://./localhost/run") == f"file://{tmp_path}/localhost/run"
+
+
+@pytest.mark.parametrize("url", ["a:b/run", "run:7", "logs3:bucket", "s4:run"])
+def test_a_path_may_have_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute(url) == f"file://{tmp_path}/{url}"
 
 
 @pytest.mark.parametrize("url", ["run\n", "s3://bucket/run\r\n", "run "])
@@ -101,11 +119,17 @@ def test_a_path_is_not_made_of_a_url_whose_scheme_is_a_variable_that_is_not_set(
 
 @pytest.mark.parametrize(
     "url",
-    ["simplecache::s3://bucket/run", "filecache::file:///tmp/run", "s3://bucket/run::7", "simplecache::sftp://a/b"],
+    [
+        "simplecache::s3://bucket/run",
+        "filecache::file:///tmp/run",
+        "s3://bucket/run::7",
+        "simplecache::sftp://a/b",
+        "filecache://bucket/run",
+    ],
 )
 def test_a_chain_of_filesystems_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=rf"{url}: fsspec makes a chain .* give the URL of the store alone"):
-        open_store(url)
+        open_store(url, {"target_protocol": "memory"})
 
 
 def test_a_path_may_have_two_colons(tmp_path: Path) -> None:
