@@ -16,7 +16,7 @@ from ckptlib.catalog.goodput import goodput
 from ckptlib.cli.ls import committed
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output
-from ckptlib.cli.quantities import COUNT, SIZE, SPAN
+from ckptlib.cli.quantities import COUNT, SIZE, SPAN, Share
 from ckptlib.errors import CheckpointNotFound
 from ckptlib.format import keys
 from ckptlib.reporting.times import persisted
@@ -48,7 +48,7 @@ OF_PARAMS = ("optimizer", "precision", "ranks", "device_memory")
 @click.option("--for", "period", type=SPAN, default=7 * 86400.0, help="How long the run is.  [default: 7d]")
 @click.option("--keep", type=click.IntRange(1), default=3, show_default=True, help="Steps that stay: Keep(last=).")
 @click.option("--stall", type=SPAN, help="Training waits so long for a save; else as memory is copied on this host.")
-@click.option("--at-most", type=click.FloatRange(0, 1, True, True), default=0.035, show_default=True, help="Budget.")
+@click.option("--at-most", type=Share(), default=0.035, show_default=True, help="Budget.")
 @click.option("--mtbf", type=SPAN, help="Mean time between failures of the whole job, such as 8h.")
 @click.option("--restart", type=SPAN, default=120.0, help="From a failure until training goes on.  [default: 120s]")
 @click.option("--bandwidth", type=SIZE, help="Bytes per second that the store takes from all ranks together.")

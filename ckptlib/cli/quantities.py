@@ -45,6 +45,21 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # not generic at run
         return number
 
 
+class Share(click.FloatRange):
+    """A parameter type: a number above 0 and below 1. click's own takes `nan`, of which no comparison is true, and
+    what is so small that an interval for it is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, min_open=True, max_open=True)
+
+    @override
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not number >= 1e-9:
+            self.fail(f"{value}: expected a share of the time, such as 0.035", param, ctx)
+        return number
+
+
 COUNT = Quantity("count", COUNTS, "7B")
 SIZE = Quantity("size", BYTES, "80GB")
 SPAN = Quantity("time", {unit: SECONDS[unit] for unit in SECONDS if unit}, "2h")

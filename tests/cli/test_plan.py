@@ -85,6 +85,8 @@ def test_the_store_is_left_as_it_was(ckptlib: Ckptlib, root: Path, tmp_path: Pat
         (("--params", "7B", "--mtbf", "12"), "and a unit"),
         (("--params", "7B", "--layers", "3"), "--hidden"),
         (("--params", "7B", "--at-most", "0"), "0<x<1"),
+        (("--params", "7B", "--at-most", "nan"), "such as 0.035"),
+        (("--params", "7B", "--at-most", "1e-320"), "such as 0.035"),
         (("--params", "7B", "--batch", "1"), "--batch: these go with --layers"),
         (("a-root", "--ranks", "8", "--device-memory", "80GB"), "--ranks, --device-memory: these go with --params"),
     ],
