@@ -32,12 +32,18 @@ class Outputs:
         self._written: list[tuple[Path, Path]] = []
 
     def make_room(self, nbytes: int, *names: str) -> None:
-        """Makes the directory. Raises ObjectExists if a name is taken, NoRoom if the disk is too small.
+        """Makes the directory. Raises ObjectExists if a name is taken, or that of the directory is by a file, NoRoom if
+        the disk is too small.
 
         `names`: names of the files to come, and of others that readers would take instead of them, or together with
         them. Removes what an export of the same names left if it was killed more than a day ago.
         """
-        make_directories(str(self._directory))
+        try:
+            make_directories(str(self._directory))
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ObjectExists(
+                f"{self._directory} is to be a directory, and it or one above it is a file; export to another place"
+            ) from error
         for path in self._directory.glob(f".*{PARTIAL}"):
             if any(path.match(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{PARTIAL}") for name in names):
                 with suppress(OSError):  # another process removes it

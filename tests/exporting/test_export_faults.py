@@ -87,6 +87,9 @@ def test_what_is_there_is_never_overwritten(path: Path) -> None:
     for form in ("safetensors", "torch"):
         with pytest.raises(ckptlib.ObjectExists, match="is there already"):
             ckptlib.export(path, out, format=form)
+    for directory in (out, out / "below"):
+        with pytest.raises(ckptlib.ObjectExists, match=f"{directory} is to be a directory"):
+            ckptlib.export(path, directory, format="hf")
     hf = path.parent / "hf"
     hf.mkdir()
     (hf / "config.json").write_text("{}")
