@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import ObjectNotFound
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
@@ -30,16 +32,30 @@ class Committed:
         self.limits = NEAR if catalog.store.is_local else FAR
 
     def layout(self, digest: str) -> Layout:
-        return self._catalog.layout(digest)
+        with self._needed():
+            return self._catalog.layout(digest)
 
     def part(self, rank: int) -> Part:
-        return self._catalog.part(self._parts[rank])
+        with self._needed():
+            return self._catalog.part(self._parts[rank])
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
-        self._catalog.store.get_into(pack, offset, buffer)
+        with self._needed():
+            self._catalog.store.get_into(pack, offset, buffer)
 
     def near(self, ranks: Collection[int]) -> None:
         """Returns None: a store is equally far from all ranks."""
 
     def bring(self, ranks: Collection[int]) -> None:
         """Does nothing: all of a store is readable everywhere."""
+
+    @contextmanager
+    def _needed(self) -> Iterator[None]:
+        """Adds to an ObjectNotFound what to do about it."""
+        try:
+            yield
+        except ObjectNotFound as error:
+            step = self.save.step
+            raise ObjectNotFound(
+                f"{error}; step {step} needs it. Try another step, or: ckptlib verify URL {step}"
+            ) from error

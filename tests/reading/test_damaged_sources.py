@@ -58,7 +58,7 @@ def test_damaged_data_is_named(path: Path) -> None:
             with pytest.raises(ckptlib.CorruptData, match=f"{name}.*does not match"):
                 step.get_tensor(name)
         pack.unlink()
-        with pytest.raises(ckptlib.ObjectNotFound, match="safetensors"):
+        with pytest.raises(ckptlib.ObjectNotFound, match=r"safetensors: no such object; step 1 needs it\. Try"):
             step.get_tensor("w")
         assert names == step.keys()
 
@@ -69,7 +69,7 @@ def test_a_lost_part_or_layout(path: Path) -> None:
             data, copy = found.read_bytes(), path / "copies" / folder / found.name
             found.unlink()
             copy.unlink(missing_ok=True)
-            with pytest.raises(ckptlib.CkptError, match=folder):
+            with pytest.raises(ckptlib.ObjectNotFound, match=f"{folder}/.*step 1 needs it.*ckptlib verify URL 1"):
                 ckptlib.read(path, framework="numpy")
             found.write_bytes(data)
             assert ckptlib.read(path, framework="numpy")
