@@ -55,7 +55,8 @@ from ckptlib.errors import (
     ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
-    StoreDenied,
+    StoreError,
+    StoreTimeout,
 )
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -160,7 +161,9 @@ def sweep(
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         try:
             catalog.store.clean(oldest, keys.is_known)
-        except StoreDenied as error:  # all else is done, and need not be done again for that
+        except StoreTimeout:
+            raise
+        except StoreError as error:  # all else is done, and need not be done again for that
             log.warning("what crashed uploads left stays, and is paid for: %s", error)
     deleted = tuple(itertools.chain(*stages, layouts, probes))
     return Sweep(tuple(dropped), tuple(condemned), deleted, tuple(waiting), frozenset(broken))

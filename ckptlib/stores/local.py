@@ -11,7 +11,7 @@ from itertools import islice
 
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import ObjectNotFound
+from ckptlib.errors import ObjectNotFound, StoreError
 from ckptlib.stores import tree
 from ckptlib.stores.base import (
     Entry,
@@ -179,19 +179,27 @@ class LocalStore(Store):
 
     @override
     def clean(self, before: float, is_ours: Callable[[str], bool]) -> None:
-        """Removes only regular files with a name of ours, which tells no key: other files belong to somebody else."""
+        """Removes only regular files with a name of ours, which tells no key: other files belong to somebody else. One
+        that cannot be removed, as of another user, keeps none of the others; the first such error is raised last."""
         path = os.path.join(self._root, TEMP_DIRECTORY)
+        failed: StoreError | None = None
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:
-                for name in filter(TEMP_NAME.fullmatch, os.listdir(fd)):
-                    with contextlib.suppress(FileNotFoundError):  # another sweep was faster
+                for name in filter(TEMP_NAME.fullmatch, sorted(os.listdir(fd))):
+                    try:
                         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode) and status.st_mtime < before:
                             os.unlink(name, dir_fd=fd)
+                    except FileNotFoundError:  # another sweep was faster
+                        pass
+                    except OSError as error:
+                        failed = failed or failure(error, "clean", os.path.join(path, name))
         except FileNotFoundError:
             return  # nothing was ever written here
         except OSError as error:
             raise failure(error, "clean", path) from error
+        if failed is not None:
+            raise failed
 
     @override
     def delete(self, *keys: str) -> None:

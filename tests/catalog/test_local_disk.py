@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -115,6 +116,30 @@ def test_what_somebody_saved_there_as_to_a_root_is_left_alone(tmp_path: Path, ca
     assert [*disk.parts(saves[0])] == [1], "of this rank it is gone"
     assert torch.equal(ckptlib.read(tmp_path / "disk", step=2)["model"]["w"], torch.arange(1000.0))
     assert caplog.text.count("somebody saves there as to a root") == 1
+
+
+def test_a_half_written_file_of_another_user_keeps_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a directory for all users, where each may remove only their own: the disk was never tidied again."""
+    disk, generation = make_disk(tmp_path)
+    saves = [put(disk, generation, step) for step in range(1, 4)]
+    for name in (foreign := f"1-{'0' * 16}", own := f"2-{'0' * 16}"):
+        (tmp_path / ".tmp" / name).write_bytes(b"half a pack")
+        os.utime(tmp_path / ".tmp" / name, (1, 1))
+    unlink = os.unlink
+
+    def refused(path: str, **more: int) -> None:
+        if path == foreign:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    sweep_quietly(DiskSweeper(disk, 0), generation, Stays(saves[2], -1, frozenset(), 1))
+    assert {rank for save in saves[:2] for rank in disk.parts(save)} == {1}
+    assert ((tmp_path / ".tmp" / foreign).exists(), (tmp_path / ".tmp" / own).exists()) == (True, False)
+    (told,) = caplog.messages
+    assert f"{foreign}: cannot clean: Operation not permitted" in told
 
 
 def test_nothing_goes_while_a_part_that_stays_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -73,17 +73,15 @@ def test_where_no_step_is_dropped_it_costs_four_requests(clock: SimpleNamespace)
     assert found == [Requests(get=1, list=3)]  # new step; generations twice, steps
 
 
-class Uncleaned(MemoryStore):
-    """A bucket whose uploads may not be listed."""
-
-    @override
-    def clean(self, *_: object) -> None:
-        raise StoreDenied("cannot list uploads")
-
-
-def test_a_sweep_is_not_repeated_where_uploads_may_not_be_listed(
-    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [StoreDenied, StoreError], ids=["no right", "a server that knows no such request"])
+def test_a_sweep_is_not_repeated_where_uploads_cannot_be_listed(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture, kind: type[StoreError]
 ) -> None:
+    class Uncleaned(MemoryStore):
+        @override
+        def clean(self, *_: object) -> None:
+            raise kind("cannot list uploads")
+
     store = CountingStore(Uncleaned())
     catalog = make_root(store)
     generation = make_generation(catalog)
