@@ -50,8 +50,12 @@ def absolute(url: str | Path) -> str:
 
 def _split(url: str) -> tuple[str, str]:
     """Returns the scheme and the rest; a path has the scheme "file"."""
-    if url[-1:].isspace():  # another job, which strips it, would find another root
-        raise ValueError(f"{url!r} ends with white space, such as the line end of a file it was read from: strip it")
+    if url != url.strip():  # another job, which strips it, would find another root
+        raise ValueError(
+            f"{url!r} begins or ends with white space, such as the line end of a file it was read from: strip it"
+        )
+    if "\0" in url:
+        raise ValueError(f"{url!r} has a character NUL, which no path and no URL can have")
     if lost := _LOST_SLASH.match(url):
         whole = f"{lost[1]}://{'/' if lost[1] in _LOCAL else ''}{url[lost.end() :]}"
         raise ValueError(

@@ -88,13 +88,20 @@ def test_the_host_of_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.
     assert absolute("localhost/run") == absolute("file://./localhost/run") == f"file://{tmp_path}/localhost/run"
 
 
+@pytest.mark.parametrize("url", ["run\0", "file:///run\0/7"])
+def test_a_nul_is_in_no_path(url: str) -> None:
+    for what in (absolute, open_store):
+        with pytest.raises(ValueError, match="has a character NUL"):
+            what(url)
+
+
 @pytest.mark.parametrize("url", ["a:b/run", "run:7", "logs3:bucket", "s4:run"])
 def test_a_path_may_have_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute(url) == f"file://{tmp_path}/{url}"
 
 
-@pytest.mark.parametrize("url", ["run\n", "s3://bucket/run\r\n", "run "])
+@pytest.mark.parametrize("url", ["run\n", "s3://bucket/run\r\n", "run ", " /scratch/run"])
 def test_a_url_with_the_line_end_of_its_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
