@@ -84,7 +84,7 @@ class Failures:
             finally:
                 tried.set()
             time.sleep(pause_s)
-            if self._trainer.gone and (not is_full or pause_s == PAUSES_S[-1]):
+            if (self._trainer.gone or self._trainer.dead) and (not is_full or pause_s == PAUSES_S[-1]):
                 waited.set()  # the next job, or a rescue, may finish the save by now
                 return
 
