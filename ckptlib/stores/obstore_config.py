@@ -177,7 +177,7 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
     if verify is False:
         client.client_options["allow_invalid_certificates"] = True
     elif isinstance(verify, str):
-        client.client_options["root_certificate"] = Path(verify).read_bytes()
+        client.client_options["root_certificate"] = _certificates(verify)
     if options.get("anon"):
         config["skip_signature"] = True
     elif "access_key_id" not in config:
@@ -189,6 +189,15 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
         given = {name: config[name] for name in ("access_key_id", "secret_access_key")}
         client.credential_provider = partial(dict, **given, token=None, expires_at=None)
     return client
+
+
+def _certificates(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"client_kwargs={{'verify': {path!r}}}: {error.strerror}; expected a certificate file"
+        ) from None
 
 
 def _config_kwargs(options: Mapping[str, Any]) -> tuple[str, bool]:
@@ -291,6 +300,8 @@ def _gcs(bucket: str, root: str, options: dict[str, Any]) -> Client:
     elif isinstance(token, str) and token not in ("google_default", "cloud"):
         if token in ("cache", "browser"):
             raise ValueError(f"token={token!r}: client 'obstore' cannot; expected a file, a dict, 'anon', or a token")
+        if token.endswith(".json"):  # Google would say that it does not know the caller
+            raise ValueError(f"token={token!r}: there is no such file")
         client.config["bearer_token"] = token
     elif token is not None and not isinstance(token, str):
         raise ValueError(f"token of type {type(token).__name__}: client 'obstore' cannot; expected a file or a dict")
