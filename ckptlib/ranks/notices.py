@@ -1,6 +1,6 @@
-"""Notices from rank 0 to all others without a collective: each rank finds them when it looks.
+"""Notices from rank 0 to all others, and from these to rank 0, without a collective: they are found by who looks.
 
-They are left under a key in the store that the ranks share, so that nobody waits for anybody. Looking is a hint at
+They are left under keys in the store that the ranks share, so that nobody waits for anybody. Looking is a hint at
 best: the store may be gone with the host of another rank, and its client waits for an answer for ever. So a thread
 asks, and a look returns its last answer.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from functools import partial
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -27,14 +28,15 @@ LET_GO_S = 1.0
 
 
 class Notices:
-    """One rank's notices; for the main thread. Only one rank leaves any."""
+    """One rank's notices; for the main thread. Only rank 0 leaves any for all, and only the others give up."""
 
     def __init__(self, store: Store | None, name: str, size: int) -> None:
         """`store`: that of the ranks; None: there is but one rank. `name`: the same on all ranks, and new."""
         self._store = None if store is None else PrefixStore("notices", store)
         self._name = name
         self._left: deque[str] = deque(maxlen=KEPT)
-        self._found: tuple[str, ...] = ()
+        self._found = "", ""
+        """The key that was looked for last, and what was found under it."""
         self._pause_s = size / LOOKS_PER_S
         self._looked = -self._pause_s
         self._thread: JobThread | None = None
@@ -47,29 +49,45 @@ class Notices:
     def leave(self, notice: str) -> None:
         """Leaves a notice, of one line. It is found from now on, unless the store is gone."""
         self._left.append(notice)
-        if self._store is not None:
-            try:
-                self._store.set(self._name, "\n".join(self._left))
-            except RuntimeError as error:
-                self._lose(error)
+        self._set(self._name, "\n".join(self._left))
 
     def look(self) -> tuple[str, ...]:
         """Returns the last notices that are known by now, oldest first. Does not wait, but has a thread look."""
+        return tuple(self._known(self._name).splitlines())
+
+    def give_up(self, save: str, why: str) -> None:
+        """Tells rank 0 why this rank gave up its share of a save. If several do, rank 0 finds one of them."""
+        self._set(f"{self._name}/{save}", why)
+
+    def given_up(self, save: str) -> str | None:
+        """Returns why a rank gave up its share of a save, as far as is known by now; None if none did. Looks as `look`
+        does."""
+        return self._known(f"{self._name}/{save}") or None
+
+    def _set(self, key: str, text: str) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(key, text)
+            except RuntimeError as error:
+                self._lose(error)
+
+    def _known(self, key: str) -> str:
         if self._store is not None and time.monotonic() - self._looked >= self._pause_s:
             self._thread = self._thread or JobThread("notices")
             if not self._thread.busy:
                 self._looked = time.monotonic()
                 try:
-                    self._thread.put(self._read)
+                    self._thread.put(partial(self._read, key))
                 except RuntimeError as error:  # the system has no thread for it
                     self._lose(error)
-        return self._found
+        found_under, text = self._found
+        return text if found_under == key else ""
 
-    def _read(self) -> None:
+    def _read(self, key: str) -> None:
         store = self._store
         try:
-            if store is not None and store.check([self._name]):
-                self._found = tuple(store.get(self._name).decode().splitlines())
+            if store is not None and store.check([key]):
+                self._found = key, store.get(key).decode()
         except RuntimeError as error:
             self._lose(error)
 

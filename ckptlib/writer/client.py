@@ -168,6 +168,19 @@ class Writer:
         """Orders the writer to tell the other ranks' committer that the snapshot failed."""
         self._order({"op": "void", "save": str(save), "error": error, "drains": drains})
 
+    def despair(self, save: str, why: str) -> None:
+        """Tells rank 0's writer that a rank gave up its share of this save: if that is not in the store, nobody waits
+        for it any longer. `why`: names the rank."""
+        with self._lock:
+            self._child.channel.send({"op": "despair", "save": save, "why": why})
+
+    @property
+    def commits_next(self) -> str | None:
+        """The oldest save that rank 0's writer waits to commit, or drains before that."""
+        with self._lock:
+            orders = self._open.of("commit", "drain")
+        return orders[0]["save"] if orders else None
+
     @property
     def num_undrained(self) -> int:
         """Number of saves to be drained that are not committed or, on other ranks than 0, not drained yet."""

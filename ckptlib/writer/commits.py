@@ -60,6 +60,8 @@ class Commits:
         """Bytes of the packs of the last step."""
         self._undecided: dict[SaveId, Elapsed] = {}
         """Time since this rank first heard of each save."""
+        self._given_up: tuple[SaveId, str] | None = None
+        """The last save that another rank gave up, and why."""
 
     def expect(self, save: SaveId) -> None:
         """Notes that the save has begun."""
@@ -76,6 +78,10 @@ class Commits:
         monotonic clock. `again`: whether a writer that is gone may have committed it."""
         self._jobs.put(partial(self._commit, save, began, again))
 
+    def despair(self, save: SaveId, why: str) -> None:
+        """Notes that a rank gave up its share of the save: its commit waits no longer. `why`: names the rank."""
+        self._given_up = save, why
+
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
         """Queues a wait for another rank's commit, whose outcome the trainer is then told."""
         self._jobs.put(partial(self._await, save, timeout_s))
@@ -91,7 +97,7 @@ class Commits:
     def _commit(self, save: SaveId, began: float, again: bool) -> None:
         if again:
             self.committer.doubt(save)
-        left, usual_s = partial(self._trainer.seconds_left, began), time.monotonic() - began
+        left, usual_s = partial(self._seconds_left, save, began), time.monotonic() - began
         once = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
         commit = partial(self._once_more, save, once)
         try:
@@ -99,7 +105,9 @@ class Commits:
             with self._watchdog.work("commit", save, end, since=began):
                 manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
-            in_doubt = self.committer.may_have_put(save)
+            in_doubt, why = self.committer.may_have_put(save), self._why_given_up(save)
+            if why is not None and type(error) is SaveFailed and why not in str(error):
+                error = SaveFailed(f"{error}; {why}")
             self._failures.give_up(save, error, in_doubt, is_put=True)  # the other ranks still wait for the step
             self._undecided.pop(save, None)
             if in_doubt and self._sweeper is not None:
@@ -121,6 +129,14 @@ class Commits:
         if self._sweeper is not None and sweeps:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
         self._make_room(save)
+
+    def _seconds_left(self, save: SaveId, began: float) -> float:
+        return self._trainer.seconds_left(began) if self._why_given_up(save) is None else 0.0
+
+    def _why_given_up(self, save: SaveId) -> str | None:
+        """Returns what a rank has said of a save that it gave up; None if none has."""
+        given_up = self._given_up
+        return None if given_up is None or given_up[0] != save else given_up[1]
 
     def _once_more(self, save: SaveId, commit: Callable[[], Manifest]) -> Manifest:
         """Calls `commit`, and once more if its manifest may be there though the store failed. Raises as it does."""

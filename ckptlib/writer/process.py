@@ -3,8 +3,8 @@
 The main thread listens to the trainer and watches for its death. One thread persists, one commits, one removes old
 steps, with a local tier one drains; each takes its jobs in order. No job outlives its deadline: see `watchdog`.
 
-    trainer -> writer    setup, begin, slot, forget, held, earlier, whole, expect, persist, drain, commit, void, await,
-                         close
+    trainer -> writer    setup, begin, slot, forget, held, earlier, whole, expect, persist, drain, commit, despair,
+                         void, await, close
     writer -> trainer    ready, begun, not-begun, persists, released, drained, committed, swept, failed, undecided,
                          waiting, warned
 """
@@ -222,6 +222,8 @@ class WriterProcess:
             self._commits.put(save, message["began"], message.get("again", False))
         elif op == "await":
             self._commits.put_wait(save, message["timeout_s"])
+        elif op == "despair":
+            self._commits.despair(save, message["why"])
         else:
             raise FormatError(f"unknown order: {op}")
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from launch import fork_ranks
 
 from ckptlib.ranks.notices import KEPT, Notices
+from ckptlib.saving import news
 from ckptlib.saving.news import News
 
 PATIENCE_S = 150.0
@@ -22,9 +23,9 @@ def ranks() -> tuple[News, News]:
     return rank0, rank1
 
 
-def heard(news: News, save: str) -> Mapping[str, object]:
+def heard(rank: News, save: str) -> Mapping[str, object]:
     deadline = time.monotonic() + PATIENCE_S
-    while (event := news.of(save)) is None:
+    while (event := rank.of(save)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return event
@@ -90,6 +91,42 @@ def test_what_other_ranks_hear_from_their_own_writers_is_not_told() -> None:
     rank0.tell({"event": "committed", "save": "b"})
     assert heard(rank1, "b") == {"event": "committed", "save": "b"}
     assert rank1.of("a") is None
+
+
+def test_rank_0_is_told_of_shares_of_others_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(news, "GIVEN_UP_EVERY_S", 0.001)
+    rank0, rank1 = ranks()
+    rank1.tell({"event": "failed", "save": "a", "kind": "SaveFailed", "error": "rank 0 said so", "seen": True})
+    rank1.tell({"event": "failed", "save": "b", "kind": "SaveFailed", "error": "away\n" + "x" * 5000})
+    rank0.tell({"event": "committed", "save": "c"})
+    deadline = time.monotonic() + PATIENCE_S
+    while (why := rank0.given_up("b")) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert why.startswith("rank 1 failed: away\nx")
+    assert len(why) == 1000
+    for save in "acac":
+        assert rank0.given_up(save) is None
+        time.sleep(0.01)
+    for rank in (rank0, rank1):
+        rank.close()
+
+
+def test_a_usual_commit_is_over_before_rank_0_looks_for_failures_of_others() -> None:
+    rank0, rank1 = ranks()
+    rank1.tell({"event": "failed", "save": "a", "kind": "SaveFailed", "error": "away"})
+    assert rank0.given_up("a") is None
+    assert rank0._notices._thread is None
+
+
+def test_rank_0_waits_for_no_share_that_failed_while_the_store_is_away_for_its_rank(tmp_path: Path) -> None:
+    """It waited until the save's deadline, an hour, and committed nothing later meanwhile: that rank could put nothing
+    into the store, its failure neither."""
+    (tmp_path / "plan").write_text("[]")
+    output = fork_ranks("failed_untold.py", 2, tmp_path / "root", tmp_path / "plan", timeout_s=100)
+    assert sorted(line for line in output.splitlines() if line.endswith("done")) == ["rank 0 done", "rank 1 done"]
+    [step] = (tmp_path / "root" / "steps").iterdir()
+    assert step.name.startswith("000000000002-")
 
 
 def test_a_slot_that_is_still_read_is_not_taken_for_free_when_rank_0_tells_that_its_save_failed(tmp_path: Path) -> None:

@@ -100,6 +100,25 @@ def test_a_commit_that_is_given_up_says_how_long_the_save_took(tmp_path: Path) -
     assert told[0].startswith("the commit of step 10 did not end within 5 s and is given up")
 
 
+def test_a_save_that_a_rank_gave_up_is_committed_if_all_parts_are_there_and_waits_for_none_otherwise(
+    tmp_path: Path,
+) -> None:
+    """That rank may have put its part, and not heard so."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    generation = make_generation(catalog)
+    whole, _ = put_parts(catalog, generation, 10, state(10), 2)
+    lacking, names = put_parts(catalog, generation, 20, state(20), 2)
+    catalog.store.delete(names[1].key)
+    for save, kind in ((whole, "committed"), (lacking, "failed")):
+        with commits_of(catalog, 0) as (commits, heard):
+            commits.despair(save, "rank 1 failed: away")
+            commits.put(save, time.monotonic())
+            commits.finish()
+            [event] = heard.receive(0)
+            assert event["event"] == kind
+    assert event["error"] == "step 20: no part came from 1 of 2 ranks: 1; rank 1 failed: away"
+
+
 @contextmanager
 def commits_of(
     catalog: Catalog,

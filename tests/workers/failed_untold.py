@@ -1,0 +1,42 @@
+"""One of two ranks, the second of which cannot even put into the store that its share failed: <root> <plan>.
+
+Says "rank <n> done" at its end.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckptlib
+from ckptlib.saving import news
+from ckptlib.testing import write_plan
+
+news.GIVEN_UP_EVERY_S = 0.05
+
+
+def main() -> None:
+    root, plan = sys.argv[1:]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    state = {"own": ckptlib.PerRank(torch.zeros(100_000))}
+    with ckptlib.Checkpointer(f"fault+file://{root}?plan={plan}", state, every=10**9) as ckpt:
+        if rank == 0:
+            write_plan(plan, [{"op": op, "key": "^pa.*/000001-", "action": "error"} for op in ("put", "commit")])
+        dist.barrier()
+        pending = ckpt.save(1)
+        with pytest.raises(ckptlib.SaveFailed, match=r"never be committed.*/000001-.*an error, as planned"):
+            pending.wait_committed()
+        dist.barrier()
+        if rank == 0:
+            write_plan(plan, [])
+        dist.barrier()
+        ckpt.save(2)
+    print(f"rank {rank} done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
