@@ -14,7 +14,7 @@ from functools import partial
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptlib.jobs import JobThread
+from ckptlib.jobs import Job, JobThread
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ class Notices:
         return self._store is None
 
     def leave(self, notice: str) -> None:
-        """Leaves a notice, of one line. It is found from now on, unless the store is gone."""
+        """Leaves a notice, of one line. It is found soon, unless the store is gone."""
         self._left.append(notice)
-        self._set(self._name, "\n".join(self._left))
+        self._tell(self._name, "\n".join(self._left))
 
     def look(self) -> tuple[str, ...]:
         """Returns the last notices that are known by now, oldest first. Does not wait, but has a thread look."""
@@ -57,31 +57,41 @@ class Notices:
 
     def give_up(self, save: str, why: str) -> None:
         """Tells rank 0 why this rank gave up its share of a save. If several do, rank 0 finds one of them."""
-        self._set(f"{self._name}/{save}", why)
+        self._tell(f"{self._name}/{save}", why)
 
     def given_up(self, save: str) -> str | None:
         """Returns why a rank gave up its share of a save, as far as is known by now; None if none did. Looks as `look`
         does."""
         return self._known(f"{self._name}/{save}") or None
 
-    def _set(self, key: str, text: str) -> None:
+    def _tell(self, key: str, text: str) -> None:
+        """Does not wait: a look may be waiting for the store, whose client asks one thing at a time."""
         if self._store is not None:
+            self._have(partial(self._set, key, text))
+
+    def _set(self, key: str, text: str) -> None:
+        store = self._store
+        if store is not None:
             try:
-                self._store.set(key, text)
+                store.set(key, text)
             except RuntimeError as error:
                 self._lose(error)
 
     def _known(self, key: str) -> str:
-        if self._store is not None and time.monotonic() - self._looked >= self._pause_s:
-            self._thread = self._thread or JobThread("notices")
-            if not self._thread.busy:
-                self._looked = time.monotonic()
-                try:
-                    self._thread.put(partial(self._read, key))
-                except RuntimeError as error:  # the system has no thread for it
-                    self._lose(error)
+        due = self._store is not None and time.monotonic() - self._looked >= self._pause_s
+        if due and (self._thread is None or not self._thread.busy):
+            self._looked = time.monotonic()
+            self._have(partial(self._read, key))
         found_under, text = self._found
         return text if found_under == key else ""
+
+    def _have(self, job: Job) -> None:
+        """Has the thread do a job."""
+        self._thread = self._thread or JobThread("notices")
+        try:
+            self._thread.put(job)
+        except RuntimeError as error:  # the system has no thread for it
+            self._lose(error)
 
     def _read(self, key: str) -> None:
         store = self._store

@@ -78,7 +78,7 @@ class Commits:
         monotonic clock. `again`: whether a writer that is gone may have committed it."""
         self._jobs.put(partial(self._commit, save, began, again))
 
-    def despair(self, save: SaveId, why: str) -> None:
+    def stop_waiting(self, save: SaveId, why: str) -> None:
         """Notes that a rank gave up its share of the save: its commit waits no longer. `why`: names the rank."""
         self._given_up = save, why
 

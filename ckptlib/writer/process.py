@@ -3,7 +3,7 @@
 The main thread listens to the trainer and watches for its death. One thread persists, one commits, one removes old
 steps, with a local tier one drains; each takes its jobs in order. No job outlives its deadline: see `watchdog`.
 
-    trainer -> writer    setup, begin, slot, forget, held, earlier, whole, expect, persist, drain, commit, despair,
+    trainer -> writer    setup, begin, slot, forget, held, earlier, whole, expect, persist, drain, commit, stop-waiting,
                          void, await, close
     writer -> trainer    ready, begun, not-begun, persists, released, drained, committed, swept, failed, undecided,
                          waiting, warned
@@ -222,8 +222,8 @@ class WriterProcess:
             self._commits.put(save, message["began"], message.get("again", False))
         elif op == "await":
             self._commits.put_wait(save, message["timeout_s"])
-        elif op == "despair":
-            self._commits.despair(save, message["why"])
+        elif op == "stop-waiting":
+            self._commits.stop_waiting(save, message["why"])
         else:
             raise FormatError(f"unknown order: {op}")
 

@@ -52,18 +52,22 @@ def test_one_rank_needs_no_store() -> None:
 
 
 class Gone(dist.HashStore):
-    """A store whose host is gone: at first it does not answer, then the connection ends."""
+    """A store whose host is gone: at first it does not answer, then the connection ends. As torch's, its client asks
+    one thing at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ended = threading.Event()
+        self.asks = threading.Lock()
 
     def check(self, keys: list[str]) -> bool:
-        self.ended.wait(PATIENCE_S)
+        with self.asks:
+            self.ended.wait(PATIENCE_S)
         raise dist.DistNetworkError("Connection reset by peer")
 
     def set(self, key: str, value: str) -> None:
-        raise dist.DistNetworkError("Broken pipe")
+        with self.asks:
+            raise dist.DistNetworkError("Broken pipe")
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
@@ -73,6 +77,8 @@ def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     began = time.monotonic()
     for _ in range(100):
         assert notices.look() == ()
+    notices.leave("first")
+    notices.give_up("a", "away")
     assert time.monotonic() - began < PATIENCE_S / 2
     assert not notices.lost
     gone.ended.set()
@@ -84,8 +90,12 @@ def test_a_rank_that_cannot_leave_a_notice_goes_on() -> None:
     notices = Notices(None, "job", 2)
     notices._store = Gone()  # type: ignore[assignment]
     notices.leave("first")
-    assert notices.lost
+    deadline = time.monotonic() + PATIENCE_S
+    while not notices.lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     notices.leave("second")
+    notices.close()
 
 
 def test_stores_of_other_kinds(tmp_path: object) -> None:

@@ -111,7 +111,7 @@ def test_a_save_that_a_rank_gave_up_is_committed_if_all_parts_are_there_and_wait
     catalog.store.delete(names[1].key)
     for save, kind in ((whole, "committed"), (lacking, "failed")):
         with commits_of(catalog, 0) as (commits, heard):
-            commits.despair(save, "rank 1 failed: away")
+            commits.stop_waiting(save, "rank 1 failed: away")
             commits.put(save, time.monotonic())
             commits.finish()
             [event] = heard.receive(0)
