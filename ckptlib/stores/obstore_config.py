@@ -45,6 +45,8 @@ _S3_CLIENT = {
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Variables that obstore reads."""
 _S3_ADDED = {"ServerSideEncryption": "server_side_encryption", "SSEKMSKeyId": "sse_kms_key_id"}
 _GCS = {"token", "endpoint_url", "project", "anon"}
 _AZURE = {
@@ -173,6 +175,9 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
                 config[ours] = options[name]
     if options.get("requester_pays"):
         config["request_payer"] = True
+    profile = options.get("profile") or os.environ.get("AWS_PROFILE")
+    if "endpoint" not in config and not any(map(os.environ.get, _ENDPOINTS)):
+        config.update(_configured_endpoint(profile))
     _set_endpoint(client, style, bool(use_ssl))
     if verify is False:
         client.client_options["allow_invalid_certificates"] = True
@@ -181,7 +186,7 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
     if options.get("anon"):
         config["skip_signature"] = True
     elif "access_key_id" not in config:
-        _use_boto(client, options.get("profile") or os.environ.get("AWS_PROFILE"))
+        _use_boto(client, profile)
     elif "profile" in options:
         raise ValueError("got a key and a profile; expected one of them")
     elif "session_token" not in config and "secret_access_key" in config:
@@ -220,20 +225,45 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
         endpoint = endpoint.replace("://", f"://{client.bucket}.", 1)
     if endpoint:
         client.config["endpoint"] = endpoint
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    elsewhere = [os.environ.get(name, "") for name in names]
+    elsewhere = [os.environ.get(name, "") for name in _ENDPOINTS]
     counts = elsewhere[:1] if endpoint or elsewhere[0] else elsewhere  # the first one also if there is an option
     _check_endpoint(*filter(None, counts))
     if any(map(_is_plain, (endpoint, *elsewhere))):
         client.client_options["allow_http"] = True
 
 
-def _use_boto(client: Client, profile: str | None) -> None:
-    """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and sources named there."""
+def _has_files() -> bool:
+    """Returns whether there are files of ~/.aws, or of the variables that name others."""
     usual = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     files = [os.environ.get(name, place) for name, place in usual.items()]
-    files = [*map(os.path.expanduser, files)]  # unchanged if no home is known: pathlib would raise
-    if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(map(os.path.exists, files))):
+    return any(
+        map(os.path.exists, map(os.path.expanduser, files))
+    )  # unchanged if no home is known: pathlib would raise
+
+
+def _configured_endpoint(profile: str | None) -> dict[str, str]:
+    """Returns the endpoint that a profile of ~/.aws names, if any. s3fs goes there; obstore would go to Amazon, with
+    another server's keys."""
+    if not _has_files() or importlib.util.find_spec("botocore") is None:
+        return {}
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
+    session = Session(profile=profile)
+    try:
+        if session.get_config_variable("ignore_configured_endpoint_urls"):
+            return {}
+        told = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(told.get("services"), {})
+    except BotoCoreError:  # no such profile, as whoever looks for credentials there tells
+        return {}
+    found = (services.get("s3") or {}).get("endpoint_url") or told.get("endpoint_url")
+    return {"endpoint": found} if found else {}
+
+
+def _use_boto(client: Client, profile: str | None) -> None:
+    """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and sources named there."""
+    if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not _has_files()):
         return
     if importlib.util.find_spec("boto3") is None:
         if profile:

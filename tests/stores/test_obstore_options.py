@@ -205,6 +205,29 @@ def test_a_config_file_that_a_variable_names(tmp_path: Path, monkeypatch: pytest
     assert client.credential_provider().items() >= {"access_key_id": "k", "secret_access_key": "s"}.items()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("options", [{}, {"key": "k", "secret": "s"}, {"anon": True}, {"profile": "lab"}], ids=str)
+def test_an_endpoint_of_a_profile(options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore itself would send the keys of another server to Amazon; s3fs goes where the profile says."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", f"{tmp_path}/config")
+
+    def endpoint(of_profile: str, **more: object) -> object:
+        keys = "aws_access_key_id = k\naws_secret_access_key = s"
+        profiles = [f"[{name}]\n{keys}\n{of_profile}\n" for name in ("default", "profile lab")]
+        service = "[services own]\ns3 =\n  endpoint_url = http://s3:1\n"
+        (tmp_path / "config").write_text("".join([*profiles, service]))
+        return client_of("s3://b/r", {**options, **more}).config.get("endpoint")
+
+    assert endpoint("") is None
+    assert endpoint("endpoint_url = http://all:1") == "http://all:1"
+    assert endpoint("endpoint_url = http://all:1\nservices = own") == "http://s3:1"
+    assert endpoint("endpoint_url = http://all:1\nignore_configured_endpoint_urls = true") is None
+    assert endpoint("endpoint_url = http://all:1", endpoint_url="http://given:1") == "http://given:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://env:1")  # which obstore reads
+    assert endpoint("endpoint_url = http://all:1") is None
+
+
 def test_keys_of_the_environment(s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.secrets["key"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secrets["secret"])
