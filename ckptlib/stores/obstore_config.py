@@ -275,7 +275,8 @@ def _use_boto(client: Client, profile: str | None) -> None:
     try:
         session = boto3.Session(profile_name=profile)
         found = session.get_credentials()
-    except (BotoCoreError, OSError, ValueError) as error:  # no such profile; a credential_process that fails
+    # No such profile; a credential_process that fails, or prints null or a list.
+    except (BotoCoreError, OSError, ValueError, AttributeError) as error:
         told = f"client 'obstore' gets no credentials from boto3: {type(error).__name__}: {error}; correct ~/.aws"
         raise StoreDenied(told) from None
     if found is not None:
@@ -299,7 +300,8 @@ class _Credentials:
         from botocore.credentials import RefreshableCredentials
         from botocore.exceptions import BotoCoreError, ClientError
 
-        failures = (BotoCoreError, ClientError, OSError, ValueError)  # the last two of a credential_process
+        # The last three of a credential_process.
+        failures = (BotoCoreError, ClientError, OSError, ValueError, AttributeError)
         if not isinstance(self._found, RefreshableCredentials):
             with suppress(*failures):  # somebody is writing the file
                 self._found = Session(profile_name=self._profile).get_credentials() or self._found

@@ -194,7 +194,7 @@ class S3Client:
                 return False
             try:
                 found = await AioSession(**self._fs.kwargs).get_credentials()
-            except BotoCoreError:  # somebody is writing the file
+            except (BotoCoreError, OSError, ValueError, AttributeError):  # somebody is writing the file, or its program
                 return False
             if found is None:
                 return False
@@ -210,7 +210,8 @@ class S3Client:
         try:
             await self._fs.set_session()
             client = await self._fs.get_s3(self.bucket)
-        except (TypeError, ValueError) as error:  # s3fs does not know botocore's options, and passes on any name
+        # s3fs does not know botocore's options, and passes on any name; a program for credentials may print null
+        except (TypeError, ValueError, AttributeError) as error:
             raise WrongOption(f"{type(error).__name__}: {error}") from error
         if client is not self._s3:
             client.meta.events.register_last("before-call.s3", _expect_nothing)

@@ -209,7 +209,9 @@ def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
 
 
 @pytest.mark.parametrize("client", ["obstore", "s3fs"], indirect=True)
-@pytest.mark.parametrize(("program", "told"), [("/nowhere/it", "/nowhere/it"), ("echo no", "JSONDecodeError")])
+@pytest.mark.parametrize(
+    ("program", "told"), [("/nowhere/it", "/nowhere/it"), ("echo no", "JSONDecodeError"), ("echo null", "Attr")]
+)
 def test_a_program_that_gives_no_credentials(
     server: Refusing, client: str, credentials: Path, program: str, told: str
 ) -> None:
@@ -220,6 +222,25 @@ def test_a_program_that_gives_no_credentials(
         open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store,
     ):
         store.put("a", b"data")
+
+
+@pytest.mark.parametrize("client", ["s3fs"], indirect=True)
+def test_a_program_that_gives_none_again_does_not_hide_the_refusal(
+    server: Refusing, client: str, credentials: Path
+) -> None:
+    found = {"Version": 1, "AccessKeyId": "first", "SecretAccessKey": "s3cr3t"}  # without an end
+    process = credentials.with_name("found.json")
+    process.write_text(json.dumps(found))
+    credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = cat {process}\n")
+    with open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store:
+        store.put("a", b"data")
+        server.expired.add("first")
+        for text in ("null", "no"):
+            process.write_text(text)
+            with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
+                store.put("b", b"data")
+        process.write_text(json.dumps({**found, "AccessKeyId": "second"}))
+        store.put("b", b"data")
 
 
 @pytest.mark.parametrize("client", ["obstore"], indirect=True)
