@@ -181,7 +181,7 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
     _set_endpoint(client, style, bool(use_ssl))
     if verify is False:
         client.client_options["allow_invalid_certificates"] = True
-    elif isinstance(verify, str):
+    elif isinstance(verify, str | os.PathLike):
         client.client_options["root_certificate"] = _certificates(verify)
     if options.get("anon"):
         config["skip_signature"] = True
@@ -196,12 +196,12 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
     return client
 
 
-def _certificates(path: str) -> bytes:
+def _certificates(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"client_kwargs={{'verify': {path!r}}}: {error.strerror}; expected a certificate file"
+            f"client_kwargs={{'verify': {str(path)!r}}}: {error.strerror}; expected a certificate file"
         ) from None
 
 
