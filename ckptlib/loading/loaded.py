@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptlib.format import gc_pause
 from ckptlib.format.keys import SaveId
+from ckptlib.state.frameworks import keeps_no_state
 from ckptlib.state.leaf import PerRank, Sharded, is_lazy
 from ckptlib.state.places import own_part
 from ckptlib.state.visitor import is_stateful
@@ -44,6 +45,8 @@ def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
     if isinstance(part, nn.Module):  # may have been wrapped since; buffers do not count, as some modules make them anew
         return [param for param in part.parameters() if not is_lazy(param)]
     if isinstance(part, torch.optim.Optimizer) or not ask:  # parameters may have been filled without the optimizer
+        return []
+    if keeps_no_state(part):  # the save itself refuses it, by its name
         return []
     found: list[object] = []
     _collect(part.state_dict(), found)  # type: ignore[attr-defined]

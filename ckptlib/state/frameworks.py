@@ -81,6 +81,11 @@ def torch_optimizer(node: torch.optim.Optimizer, path: str) -> torch.optim.Optim
     return inner
 
 
+def keeps_no_state(node: object) -> bool:
+    """Returns whether this is accelerate's loader around one without a state: its `state_dict()` raises."""
+    return known_class(node, _LOADERS) is not None and "dl_state_dict" not in vars(node)
+
+
 def refuse_loader(node: object, path: str) -> None:
     """Raises UnsupportedState for a data loader without a state: torch's own, or accelerate's `state_dict()` of it."""
     if isinstance(node, torch.utils.data.DataLoader) and not callable(getattr(node, "state_dict", None)):
@@ -89,7 +94,7 @@ def refuse_loader(node: object, path: str) -> None:
             "save ckptlib.data.resumable(loader) instead, and take the batches from it, or use torchdata's "
             "StatefulDataLoader"
         )
-    if known_class(node, _LOADERS) and "dl_state_dict" not in vars(node):
+    if keeps_no_state(node):
         raise UnsupportedState(
             f"{path}: accelerate's {type(node).__name__} has no state to save, since its DataLoader keeps none; "
             "create one that does with Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="

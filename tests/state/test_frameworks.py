@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.inside import fence_of
 from helpers.stage import is_installed
-from onerank import Holder, opened, same
+from onerank import Holder, Root, same
 from torch import nn, optim
 
 import ckptlib
@@ -124,13 +124,13 @@ def test_a_fence_without_hooks_is_removed() -> None:
     ],
     ids=["unknown", "deepspeed"],
 )
-def test_what_is_wrapped_may_be_refused(tmp_path: Path, inside: object, message: str) -> None:
+def test_what_is_wrapped_may_be_refused(root: Root, inside: object, message: str) -> None:
     with pytest.raises(UnsupportedState, match=message):
-        ckptlib.save(tmp_path, {"o": accelerated(inside)}, 1)
+        root.save({"o": accelerated(inside)})
     weight = nn.Parameter(torch.ones(1))
-    ckptlib.save(tmp_path, {"o": optim.SGD([weight])}, 1)
+    root.save({"o": optim.SGD([weight])})
     with pytest.raises(UnsupportedState, match=message):
-        ckptlib.load(tmp_path, {"o": accelerated(inside)})
+        root.load({"o": accelerated(inside)})
 
 
 class Adapter:
@@ -155,26 +155,32 @@ def adapter(position: int | None) -> Any:
     return type("DataLoaderShard", (base,), {})(position)
 
 
-def test_a_data_loader_without_state_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_data_loader_without_state_is_refused_by_name(root: Root) -> None:
     with pytest.raises(UnsupportedState, match=r"data: accelerate's DataLoaderShard has no state.*use_stateful_datal"):
-        ckptlib.save(tmp_path, {"data": adapter(None)}, 1)
-    ckptlib.save(tmp_path, {"data": adapter(3)}, 1)
+        root.save({"data": adapter(None)})
+    root.save({"data": adapter(3)})
     with pytest.raises(UnsupportedState, match=r"data: accelerate's DataLoaderShard has no state.*skip_first_batches"):
-        ckptlib.load(tmp_path, {"data": adapter(None)})
+        root.load({"data": adapter(None)})
 
 
-def test_a_data_loader_tells_its_state_before_the_first_batch(tmp_path: Path) -> None:
-    with opened(tmp_path) as root:
-        loader = adapter(0)
-        root.move({"data": adapter(3)}, {"data": loader})
-        assert loader.given == {"yielded": 3}
-        loader.given["yielded"] = 4
-        again = adapter(0)
-        root.move({"data": loader}, {"data": again})
-        assert again.given == {"yielded": 3}
+def test_a_data_loader_without_state_is_refused_by_name_behind_a_load(root: Root) -> None:
+    """A save behind a load asks first whether the state is what was loaded."""
+    root.move({"data": adapter(3)}, {"data": adapter(0)})
+    with pytest.raises(UnsupportedState, match="data: accelerate's DataLoaderShard has no state"):
+        root.save({"data": adapter(None)})
 
 
-def test_accelerate(tmp_path: Path) -> None:
+def test_a_data_loader_tells_its_state_before_the_first_batch(root: Root) -> None:
+    loader = adapter(0)
+    root.move({"data": adapter(3)}, {"data": loader})
+    assert loader.given == {"yielded": 3}
+    loader.given["yielded"] = 4
+    again = adapter(0)
+    root.move({"data": loader}, {"data": again})
+    assert again.given == {"yielded": 3}
+
+
+def test_accelerate(tmp_path: Path, root: Root) -> None:
     accelerate = pytest.importorskip("accelerate")
     pytest.importorskip("torchdata.stateful_dataloader")
     configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
@@ -204,11 +210,11 @@ def test_accelerate(tmp_path: Path) -> None:
     assert same(list(theirs["m"].parameters()), list(mine["m"].parameters()))
     plain = accelerate.Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(torch.arange(4.0)))
     with pytest.raises(UnsupportedState, match="DataLoaderShard has no state"):
-        ckptlib.save(tmp_path / "other", {"data": plain}, 1)
+        root.save({"data": plain})
 
 
 @pytest.mark.parametrize("stops_at", [None, 2, 3, 4, 6])
-def test_a_loader_of_accelerate_goes_on_in_its_epoch(tmp_path: Path, stops_at: int | None) -> None:
+def test_a_loader_of_accelerate_goes_on_in_its_epoch(root: Root, stops_at: int | None) -> None:
     """Three batches are an epoch, which a seeded sampler orders. Stops at a batch, or behind the first epoch."""
     accelerate = pytest.importorskip("accelerate")
     pytest.importorskip("torchdata.stateful_dataloader")
@@ -225,18 +231,18 @@ def test_a_loader_of_accelerate_goes_on_in_its_epoch(tmp_path: Path, stops_at: i
     whole, saved = [*batches(loader())], loader()
     taken = batches(saved)
     seen = [batch.tolist() for batch in saved] if stops_at is None else [*islice(taken, stops_at)]
-    ckptlib.save(tmp_path, {"data": saved}, 1)
+    root.save({"data": saved})
     resumed = loader()
-    ckptlib.load(tmp_path, {"data": resumed})
+    root.load({"data": resumed})
     assert [*seen, *islice(batches(resumed), 9 - len(seen))] == whole
 
 
-def test_a_data_loader_of_torch_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_data_loader_of_torch_is_refused_with_the_remedy(root: Root) -> None:
     state = {"data": torch.utils.data.DataLoader(torch.arange(4.0))}
     with pytest.raises(
         UnsupportedState, match=r"data: torch's DataLoader does not tell.*save ckptlib\.data\.resumable"
     ):
-        ckptlib.save(tmp_path, state, step=1)
+        root.save(state)
 
 
 def test_a_sampler_that_refers_back_to_what_holds_it_ends_the_search(caplog: pytest.LogCaptureFixture) -> None:
