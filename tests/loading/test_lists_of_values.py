@@ -54,33 +54,33 @@ def test_a_job_that_is_restarted_has_all_of_its_losses(tmp_path: Path) -> None:
     assert losses == [step / 2 for step in range(7)]
 
 
-def test_what_stays_as_it_was(tmp_path: Path) -> None:
+def test_what_stays_as_it_was(root: Root) -> None:
     """No plain values here or there, or not asked for."""
     saved = {"mixed": [1, torch.ones(1)], "left": [1, 2, 3], "other": [1, 2]}
-    ckptlib.save(tmp_path, saved, 1)
+    root.save(saved)
     state: dict[str, Any] = {"mixed": [0], "left": [0], "other": [0, 0, 0], "absent": [7, 8]}
-    ckptlib.load(tmp_path, state, 1, strict=False, only=["mixed", "other", "absent"])
+    root.load(state, strict=False, only=["mixed", "other", "absent"])
     assert state == {"mixed": [1], "left": [0], "other": [1, 2], "absent": [7, 8]}
 
 
-def test_an_entry_of_a_list_has_no_name(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"other": [1, 2], "w": torch.ones(1)}, 1)
+def test_an_entry_of_a_list_has_no_name(root: Root) -> None:
+    root.save({"other": [1, 2], "w": torch.ones(1)})
     state: dict[str, Any] = {"other": [0, 0], "w": torch.zeros(1)}
     with pytest.raises(ckptlib.StateMismatch, match="other/1"):
-        ckptlib.load(tmp_path, state, 1, only="other/1")
+        root.load(state, only="other/1")
     assert state == {"other": [0, 0], "w": torch.zeros(1)}
 
 
-def test_renamed(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"old": {"losses": [1, 2, 3]}, "w": torch.ones(1)}, 1)
+def test_renamed(root: Root) -> None:
+    root.save({"old": {"losses": [1, 2, 3]}, "w": torch.ones(1)})
     losses: list[int] = []
-    ckptlib.load(tmp_path, {"new": {"losses": losses}, "w": torch.zeros(1)}, 1, map={"new": "old"})
+    root.load({"new": {"losses": losses}, "w": torch.zeros(1)}, map={"new": "old"})
     assert losses == [1, 2, 3]
 
 
-def test_nothing_is_changed_where_the_load_is_refused(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"losses": [1, 2, 3], "w": torch.ones(1)}, 1)
+def test_nothing_is_changed_where_the_load_is_refused(root: Root) -> None:
+    root.save({"losses": [1, 2, 3], "w": torch.ones(1)})
     losses = [9]
     with pytest.raises(ckptlib.StateMismatch):
-        ckptlib.load(tmp_path, {"losses": losses, "w": torch.zeros(2)}, 1)
+        root.load({"losses": losses, "w": torch.zeros(2)})
     assert losses == [9]

@@ -97,12 +97,12 @@ def test_as_it_was_saved(root: Root, kind: str, per_rank: bool) -> None:
         assert found is fresh, "in place, as other names of it see the same"
 
 
-def test_what_lies_within_is_filled_in_place(tmp_path: Path) -> None:
+def test_what_lies_within_is_filled_in_place(root: Root) -> None:
     saved: dict[str, Any] = {"h": [[1, 2], {"a": [3]}], "t": ([4, 5], 6), "d": {0: {"k": [7]}}}
-    ckptlib.save(tmp_path, {**saved, "w": torch.ones(1)}, 1)
+    root.save({**saved, "w": torch.ones(1)})
     row, inner, one, deep = [0], [9, 9], [0], [1]
     state: dict[str, Any] = {"h": [row, {"a": inner}], "t": (one, 0), "d": {0: {"k": deep}}, "w": torch.zeros(1)}
-    ckptlib.load(tmp_path, state, 1)
+    root.load(state)
     assert {key: state[key] for key in saved} == saved
     assert state["h"][0] is row
     assert state["h"][1]["a"] is inner
@@ -110,11 +110,11 @@ def test_what_lies_within_is_filled_in_place(tmp_path: Path) -> None:
     assert state["d"][0]["k"] is deep
 
 
-def test_one_list_in_two_places(tmp_path: Path) -> None:
+def test_one_list_in_two_places(root: Root) -> None:
     """Where the saved ones differ, they are two; where they are equal, it stays one."""
-    ckptlib.save(tmp_path, {"v": [[1], [2]], "u": [[3], [3]], "w": torch.ones(1)}, 1)
+    root.save({"v": [[1], [2]], "u": [[3], [3]], "w": torch.ones(1)})
     state: dict[str, Any] = {"v": [[0]] * 2, "u": [[0]] * 2, "w": torch.zeros(1)}
-    ckptlib.load(tmp_path, state, 1)
+    root.load(state)
     assert (state["v"], state["u"]) == ([[1], [2]], [[3], [3]])
     assert state["u"][0] is state["u"][1]
 
@@ -152,54 +152,54 @@ def test_the_form_changes_from_save_to_save(tmp_path: Path) -> None:
             assert target["v"] == form
 
 
-def test_entry_by_entry_as_earlier_versions_saved_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_by_entry_as_earlier_versions_saved_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers stand for a list, or for keys: what the state has is filled, and nothing is made of them."""
     old = {"v": [[1, 2]], "n": {1: "one"}, "e": [5], "d": {"a": 1, 7: 2, "l": [3], None: 4, b"k": 5}}
     with monkeypatch.context() as patch:
         patch.setattr(flatten, "is_nest", lambda node: False)
-        ckptlib.save(tmp_path, {**old, "w": torch.ones(1)}, 1)
+        root.save({**old, "w": torch.ones(1)})
     state: dict[str, Any] = {"v": [[0, 0]], "n": {1: ""}, "e": {}, "d": {}, "w": torch.zeros(1)}
-    report = ckptlib.load(tmp_path, state, 1)
+    report = root.load(state)
     assert {key: state[key] for key in old} == {"v": [[1, 2]], "n": {1: "one"}, "e": {}, "d": {"a": 1}}
     assert set(report.unexpected) == {"e/0", "d/7", "d/l/0", "d/None", "d/b'k'"}
 
 
-def test_none_stays_where_no_dict_by_text_was(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"n": {"x": {1: torch.ones(1), 2: 5}}, "w": torch.ones(1)}, 1)
+def test_none_stays_where_no_dict_by_text_was(root: Root) -> None:
+    root.save({"n": {"x": {1: torch.ones(1), 2: 5}}, "w": torch.ones(1)})
     state: dict[str, Any] = {"n": {"x": None}, "new": None, "w": torch.zeros(1)}
-    report = ckptlib.load(tmp_path, state, 1, strict=False)
+    report = root.load(state, strict=False)
     assert (state["n"], state["new"]) == ({"x": None}, None)
     assert set(report.missing) == {"n/x", "new"}
     assert set(report.unexpected) == {"n/x/1", "n/x/2"}
 
 
-def test_asked_for_and_renamed(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"a": [[1]], "b": {"x": 1, "y": 2}, "c": {1: 2}, "w": torch.ones(1)}, 1)
+def test_asked_for_and_renamed(root: Root) -> None:
+    root.save({"a": [[1]], "b": {"x": 1, "y": 2}, "c": {1: 2}, "w": torch.ones(1)})
     for only in ("a", "a/*"):
         state: dict[str, Any] = {"a": [], "b": {}, "c": {}}
-        ckptlib.load(tmp_path, state, 1, only=only)
+        root.load(state, only=only)
         assert state == {"a": [[1]], "b": {}, "c": {}}
     state = {"b": {}}
-    ckptlib.load(tmp_path, state, 1, only="b/x")
+    root.load(state, only="b/x")
     assert state == {"b": {"x": 1}}
     state = {"new": {"a": [], "b": {}}, "c": {}, "w": torch.zeros(1)}
-    report = ckptlib.load(tmp_path, state, 1, map={"new/a": "a", "new/b": "b"})
+    report = root.load(state, map={"new/a": "a", "new/b": "b"})
     assert (state["new"], state["c"]) == ({"a": [[1]], "b": {"x": 1, "y": 2}}, {1: 2})
     assert report.unexpected == ()
     state = {"moved": 0, "a": [], "b": {}, "c": {}, "w": torch.zeros(1)}
-    ckptlib.load(tmp_path, state, 1, map={"moved": "b/x"})
+    root.load(state, map={"moved": "b/x"})
     assert (state["moved"], state["b"]) == (1, {"y": 2}), "what another name took is not added"
 
 
-def test_one_side_may_lack_it(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"old": [[1]], "none": {}, "w": torch.ones(1)}, 1)
+def test_one_side_may_lack_it(root: Root) -> None:
+    root.save({"old": [[1]], "none": {}, "w": torch.ones(1)})
     state: dict[str, Any] = {"new": [[2]], "w": torch.zeros(1)}
-    report = ckptlib.load(tmp_path, state, 1)
+    report = root.load(state)
     assert state["new"] == [[2]]
     assert set(report.unexpected) == {"old", "none"}
     with pytest.raises(StateMismatch, match="new"):
-        ckptlib.load(tmp_path, state, 1, only=["new", "w"])
-    ckptlib.load(tmp_path, state, 1, only=["new", "w"], optional="new/*")
+        root.load(state, only=["new", "w"])
+    root.load(state, only=["new", "w"], optional="new/*")
 
 
 class Scheduler:
@@ -213,15 +213,15 @@ class Scheduler:
         self.loaded = state
 
 
-def test_an_object_is_no_container(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"x": {"s": Scheduler()}, "w": torch.ones(1)}, 1)
+def test_an_object_is_no_container(root: Root) -> None:
+    root.save({"x": {"s": Scheduler()}, "w": torch.ones(1)})
     state: dict[str, Any] = {"x": {}, "w": torch.zeros(1)}
     with pytest.raises(StateMismatch, match="x/s: not in the state"):
-        ckptlib.load(tmp_path, state, 1)
-    ckptlib.save(tmp_path, {"s": {}, "w": torch.ones(1)}, 2)
+        root.load(state)
+    root.save({"s": {}, "w": torch.ones(1)})
     scheduler = Scheduler()
     with pytest.raises(StateMismatch, match="s: is an object in the state; the checkpoint has a plain value"):
-        ckptlib.load(tmp_path, {"s": scheduler, "w": torch.zeros(1)}, 2)
+        root.load({"s": scheduler, "w": torch.zeros(1)})
     assert scheduler.loaded is None
 
 
@@ -238,19 +238,19 @@ class Averages(dict[str, Any]):
         self.update(state)
 
 
-def test_a_dict_that_has_more_than_its_entries_is_refused(tmp_path: Path) -> None:
+def test_a_dict_that_has_more_than_its_entries_is_refused(root: Root) -> None:
     class Meters(Averages):
         def state_dict(self) -> Any:
             return [*self.items()]
 
     averages = Averages(w=torch.ones(2))
     with pytest.raises(UnsupportedState, match=r"^averages: .* also gives 'updates', .* put in its place an object"):
-        ckptlib.save(tmp_path, {"averages": averages}, 1)
+        root.save({"averages": averages})
     with pytest.raises(UnsupportedState, match=r"^all/0: .* also gives 'list'"):
-        ckptlib.save(tmp_path, {"all": [Meters(w=torch.ones(2))]}, 1)
+        root.save({"all": [Meters(w=torch.ones(2))]})
 
 
-def test_a_dict_whose_state_is_its_entries_is_walked(tmp_path: Path) -> None:
+def test_a_dict_whose_state_is_its_entries_is_walked(root: Root) -> None:
     class StateDict(Averages):
         def state_dict(self) -> Any:
             return self
@@ -271,14 +271,14 @@ def test_a_dict_whose_state_is_its_entries_is_walked(tmp_path: Path) -> None:
         return {**dicts, "modules": Modules(a=torch.nn.Linear(1, 1)), "plain": StateDict(step=value)}
 
     saved, found = state(1.0), state(0.0)
-    ckptlib.save(tmp_path, saved, 1)
-    ckptlib.load(tmp_path, found, 1)
+    root.save(saved)
+    root.load(found)
     assert [found[name]["w"].tolist() for name in ("StateDict", "TensorDictBase", "Box")] == [[1.0, 1.0]] * 3
     assert (found["Box"].keys(), found["plain"]) == ({"w"}, {"step": 1.0})
     assert torch.equal(found["modules"]["a"].weight, saved["modules"]["a"].weight)
 
 
-def test_an_object_of_which_a_dict_of_tensors_was_saved_is_told_what_to_do(tmp_path: Path) -> None:
+def test_an_object_of_which_a_dict_of_tensors_was_saved_is_told_what_to_do(root: Root) -> None:
     class Average:
         def state_dict(self) -> Any:
             return {"w": torch.zeros(2)}
@@ -286,56 +286,56 @@ def test_an_object_of_which_a_dict_of_tensors_was_saved_is_told_what_to_do(tmp_p
         def load_state_dict(self, state: Any) -> None:
             self.state = state
 
-    ckptlib.save(tmp_path, {"average": {"w": torch.ones(2)}}, 1)
+    root.save({"average": {"w": torch.ones(2)}})
     with pytest.raises(StateMismatch, match=r"average: .* has a dict, .* load with optional='average'"):
-        ckptlib.load(tmp_path, {"average": Average()}, 1)
+        root.load({"average": Average()})
 
 
-def test_the_whole_state_is_a_dict_whatever_it_has(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, Averages(w=torch.ones(2)), 1)
+def test_the_whole_state_is_a_dict_whatever_it_has(root: Root) -> None:
+    root.save(Averages(w=torch.ones(2)))
     found = Averages(w=torch.zeros(2))
-    ckptlib.load(tmp_path, found, 1)
+    root.load(found)
     assert found["w"].tolist() == [1.0, 1.0]
-    assert ckptlib.read(tmp_path).keys() == {"w", "@rng"}
+    assert ckptlib.read(root.url).keys() == {"w", "@rng"}
 
 
-def test_nothing_is_added_beside_tensors(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"x": {"t": torch.ones(1), "n": 1}}, 1)
+def test_nothing_is_added_beside_tensors(root: Root) -> None:
+    root.save({"x": {"t": torch.ones(1), "n": 1}})
     state = {"x": {"t": torch.zeros(1)}}
-    assert ckptlib.load(tmp_path, state, 1).unexpected == ("x/n",)
+    assert root.load(state).unexpected == ("x/n",)
     assert [*state["x"]] == ["t"]
 
 
-def test_in_what_cannot_be_changed(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"m": MappingProxyType({"t": ((1,), 2), "l": [[1]]}), "w": torch.ones(1)}, 1)
+def test_in_what_cannot_be_changed(root: Root) -> None:
+    root.save({"m": MappingProxyType({"t": ((1,), 2), "l": [[1]]}), "w": torch.ones(1)})
     fresh: list[Any] = []
-    ckptlib.load(tmp_path, {"m": MappingProxyType({"t": ((1,), 2), "l": fresh}), "w": torch.zeros(1)}, 1)
+    root.load({"m": MappingProxyType({"t": ((1,), 2), "l": fresh}), "w": torch.zeros(1)})
     assert fresh == [[1]]
     with pytest.raises(StateMismatch, match=r"m/t: is .* and the mapping around it cannot be changed"):
-        ckptlib.load(tmp_path, {"m": MappingProxyType({"t": (), "l": []}), "w": torch.zeros(1)}, 1)
+        root.load({"m": MappingProxyType({"t": (), "l": []}), "w": torch.zeros(1)})
 
 
-def test_nothing_is_changed_where_the_load_is_refused(tmp_path: Path) -> None:
-    ckptlib.save(tmp_path, {"h": [[1]], "d": {"a": 1}, "w": torch.ones(1)}, 1)
+def test_nothing_is_changed_where_the_load_is_refused(root: Root) -> None:
+    root.save({"h": [[1]], "d": {"a": 1}, "w": torch.ones(1)})
     state: dict[str, Any] = {"h": [[9]], "d": {}, "w": torch.zeros(2)}
     with pytest.raises(StateMismatch):
-        ckptlib.load(tmp_path, state, 1)
+        root.load(state)
     assert (state["h"], state["d"]) == ([[9]], {})
 
 
-def test_what_would_not_come_back_is_refused_or_walked(tmp_path: Path) -> None:
+def test_what_would_not_come_back_is_refused_or_walked(root: Root) -> None:
     with pytest.raises(UnsupportedState, match="v"):
-        ckptlib.save(tmp_path, {"v": [[object()]], "w": torch.ones(1)}, 1)
-    ckptlib.save(tmp_path, {"v": [defaultdict(int, a=1)], "w": torch.ones(1)}, 2)
+        root.save({"v": [[object()]], "w": torch.ones(1)})
+    root.save({"v": [defaultdict(int, a=1)], "w": torch.ones(1)})
     state: dict[str, Any] = {"v": [defaultdict(int, a=0)], "w": torch.zeros(1)}
-    ckptlib.load(tmp_path, state, 2)
+    root.load(state)
     assert same(state["v"], [defaultdict(int, a=1)])
 
 
-def test_read_without_a_state(tmp_path: Path) -> None:
+def test_read_without_a_state(root: Root) -> None:
     saved: dict[str, Any] = {"h": [(1, 2)], "e": {}, "n": {1: OrderedDict(a=Counter("x"))}, "t": ()}
-    ckptlib.save(tmp_path, {**saved, "w": torch.ones(1)}, 1)
-    with ckptlib.open(tmp_path) as opened:
+    root.save({**saved, "w": torch.ones(1)})
+    with ckptlib.open(root.url) as opened:
         assert same({name: opened.values[name] for name in saved}, saved)
-    found = ckptlib.read(tmp_path)
+    found = ckptlib.read(root.url)
     assert same({name: found[name] for name in saved}, saved)

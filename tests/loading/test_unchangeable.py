@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.registry import close_sessions
+from onerank import Root
 
 import ckptlib
 from ckptlib import PerRank, StateMismatch
@@ -22,29 +23,30 @@ MAKE: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _close() -> Any:
+def _close(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    close_sessions()
+    if "root" not in request.fixturenames:
+        close_sessions()
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_another_value_is_a_mismatch(tmp_path: Path, kind: str) -> None:
-    ckptlib.save(tmp_path, {**MAKE[kind](3), "w": torch.ones(1)}, 1)
+def test_another_value_is_a_mismatch(root: Root, kind: str) -> None:
+    root.save({**MAKE[kind](3), "w": torch.ones(1)})
     w = torch.zeros(1)
     with pytest.raises(
         StateMismatch, match=r"at/epoch: is (0|\(0, 0\)), the checkpoint has (3|\(0, 3\)), and the mapping around it"
     ):
-        ckptlib.load(tmp_path, {**MAKE[kind](0), "w": w}, 1)
+        root.load({**MAKE[kind](0), "w": w})
     assert not w.any(), "nothing was filled"
-    ckptlib.load(tmp_path, {**MAKE[kind](0), "w": w}, 1, only="w")
+    root.load({**MAKE[kind](0), "w": w}, only="w")
     assert w.all()
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_the_same_value_and_a_changeable_one_beside_it(tmp_path: Path, kind: str) -> None:
-    ckptlib.save(tmp_path, {**MAKE[kind](3), "below": MappingProxyType({"d": {"n": 5}}), "w": torch.ones(1)}, 1)
+def test_the_same_value_and_a_changeable_one_beside_it(root: Root, kind: str) -> None:
+    root.save({**MAKE[kind](3), "below": MappingProxyType({"d": {"n": 5}}), "w": torch.ones(1)})
     state = {**MAKE[kind](3), "below": MappingProxyType({"d": {"n": 0}}), "w": torch.zeros(1)}
-    ckptlib.load(tmp_path, state, 1)
+    root.load(state)
     assert state["below"]["d"] == {"n": 5}
     assert state["w"].all()
 

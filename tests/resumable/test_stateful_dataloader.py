@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from onerank import Root
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -62,7 +63,7 @@ def test_goes_on_behind_the_last_batch(tmp_path: Path, num_workers: int) -> None
     assert len({*items}) == len(items) == 24
 
 
-def test_goes_on_over_epochs_with_a_generator_of_the_samplers_own(tmp_path: Path) -> None:
+def test_goes_on_over_epochs_with_a_generator_of_the_samplers_own(root: Root) -> None:
     """With `shuffle=True` the order would come from the generator that the loader draws a seed from in each epoch."""
     sampler_of = pytest.importorskip("torchdata.stateful_dataloader.sampler").RandomSampler
 
@@ -78,9 +79,9 @@ def test_goes_on_over_epochs_with_a_generator_of_the_samplers_own(tmp_path: Path
     resumed, parted = loader(), []
     for end in (2, 7):
         parted += islice(batches_of(resumed), end - len(parted))
-        ckptlib.save(tmp_path, {"data": resumed}, end)
+        root.save({"data": resumed})
         resumed = loader()
-        ckptlib.load(tmp_path, {"data": resumed})
+        root.load({"data": resumed})
     parted += islice(batches_of(resumed), 3)
     assert parted == whole
     assert [sorted(chain(*whole[n : n + 3])) for n in (0, 3, 6)] == [list(range(12))] * 3
@@ -114,19 +115,19 @@ def test_the_order_of_zip(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "left"])
-def test_an_iterator_from_before_the_load_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, held: bool) -> None:
+def test_an_iterator_from_before_the_load_is_told(root: Root, caplog: pytest.LogCaptureFixture, held: bool) -> None:
     """torchdata gives the loaded place to the next iterator, and tells that place whatever the first one gives."""
     loader = make(0)
     batches = iter(loader)
     next(batches), next(batches)
-    ckptlib.save(tmp_path, {"data": loader}, 2)
+    root.save({"data": loader})
     third = [int(item[0]) for item in next(batches)]
     resumed = make(0)
     batches = iter(resumed)
     next(batches)
     if not held:
         del batches
-    ckptlib.load(tmp_path, {"data": resumed})
+    root.load({"data": resumed})
     assert ("was made before its place was loaded" in caplog.text) == held
     assert [int(item[0]) for item in next(iter(resumed))] == third
 
@@ -134,7 +135,7 @@ def test_an_iterator_from_before_the_load_is_told(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler"])
 def test_an_order_that_is_drawn_anew_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, ended: bool
+    root: Root, caplog: pytest.LogCaptureFixture, kind: str, ended: bool
 ) -> None:
     """At the end of an epoch nothing is left of it."""
 
@@ -148,9 +149,9 @@ def test_an_order_that_is_drawn_anew_is_told(
 
     saved = loader()
     seen = list(islice(saved, None if ended else 5))
-    ckptlib.save(tmp_path, {"data": saved}, 5)
+    root.save({"data": saved})
     resumed = loader()
-    ckptlib.load(tmp_path, {"data": resumed})
+    root.load({"data": resumed})
     once = {*chain(*[] if ended else seen, *resumed)} == {*range(64)}
     assert once == (ended or kind == "shuffle")
     assert ("so its order may be drawn anew" in caplog.text) == (not once)
@@ -162,12 +163,12 @@ class Stream(IterableDataset[int]):
         return iter(range(64))
 
 
-def test_batches_of_an_order_without_a_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_of_an_order_without_a_length(root: Root, caplog: pytest.LogCaptureFixture) -> None:
     """torch gives an iterable data set such a one."""
     saved = torchdata.StatefulDataLoader(Stream(), batch_size=4, collate_fn=list)
     assert len(list(islice(saved, 5))) == 5
-    ckptlib.save(tmp_path, {"data": saved}, 5)
+    root.save({"data": saved})
     resumed = torchdata.StatefulDataLoader(Stream(), batch_size=4, collate_fn=list)
-    ckptlib.load(tmp_path, {"data": resumed})
+    root.load({"data": resumed})
     assert next(iter(resumed)) == [20, 21, 22, 23]
     assert "so its order may be drawn anew" not in caplog.text

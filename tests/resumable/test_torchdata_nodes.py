@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from onerank import Root
 from torch.utils.data import Sampler
 from typing_extensions import override
 
@@ -116,58 +117,58 @@ def test_an_iterator_from_before_the_restore_goes_on_from_the_step(tmp_path: Pat
     assert train(tmp_path, plain, [2, 5], begun=True) == whole(plain, 5)
 
 
-def test_a_loader_that_is_in_use_goes_back(tmp_path: Path) -> None:
+def test_a_loader_that_is_in_use_goes_back(root: Root) -> None:
     """To the step, whatever it has given since; then its epochs go on."""
     loader = nodes.Loader(stream())
     batches = iter(loader)
     given = [next(batches)]
-    ckptlib.save(tmp_path, {"data": loader}, step=1)
+    root.save({"data": loader})
     given += batches
     next(iter(loader))
-    ckptlib.load(tmp_path, {"data": loader})
+    root.load({"data": loader})
     assert list(loader) == given[1:]
     assert list(loader) == given
-    ckptlib.load(tmp_path, {"data": loader})
+    root.load({"data": loader})
     assert list(batches) == given[1:]
     assert list(loader) == given
 
 
-def test_a_place_that_the_program_loads_behind_the_restore_counts(tmp_path: Path) -> None:
+def test_a_place_that_the_program_loads_behind_the_restore_counts(root: Root) -> None:
     """For the next iterator, as torchdata has it; and for no later one."""
     loader = nodes.Loader(plain())
     batches = iter(loader)
-    next(batches), ckptlib.save(tmp_path, {"data": loader}, step=1), next(batches), next(batches)
+    next(batches), root.save({"data": loader}), next(batches), next(batches)
     place = loader.state_dict()
     other = nodes.Loader(plain())
-    ckptlib.load(tmp_path, {"data": other})
+    root.load({"data": other})
     other.load_state_dict(place)
     assert [item for batch in list(other) for item, _ in batch] == [*Shuffled()][12:24]
     assert len(list(other)) == PER_EPOCH
 
 
-def test_what_is_saved_before_the_first_batch_is_the_place_that_was_loaded(tmp_path: Path) -> None:
+def test_what_is_saved_before_the_first_batch_is_the_place_that_was_loaded(root: Root) -> None:
     loader = nodes.Loader(plain())
     next(iter(loader))
     place = loader.state_dict()
-    ckptlib.save(tmp_path, {"data": loader}, step=1)
+    root.save({"data": loader})
     other = nodes.Loader(plain())
     next(iter(other)), next(iter(other))
-    ckptlib.load(tmp_path, {"data": other})
+    root.load({"data": other})
     assert other.state_dict() == place
 
 
-def test_a_loader_that_ends_where_its_epoch_does(tmp_path: Path) -> None:
+def test_a_loader_that_ends_where_its_epoch_does(root: Root) -> None:
     make = partial(nodes.Loader, restart_on_stop_iteration=False)
     loader = make(plain())
     given = len(list(loader))
-    ckptlib.save(tmp_path, {"data": loader}, step=1)
+    root.save({"data": loader})
     other = make(plain())
-    ckptlib.load(tmp_path, {"data": other})
+    root.load({"data": other})
     assert list(other) == []
     assert len(list(other)) == given == PER_EPOCH
 
 
-def test_a_loader_that_changes_its_batches(tmp_path: Path) -> None:
+def test_a_loader_that_changes_its_batches(root: Root) -> None:
     """As one that moves them to a device: its iterator is a generator around torchdata's."""
 
     class Moving(nodes.Loader):  # type: ignore[misc, name-defined]
@@ -179,10 +180,10 @@ def test_a_loader_that_changes_its_batches(tmp_path: Path) -> None:
     loader = Moving(nodes.IterableWrapper(range(5)))
     batches = iter(loader)
     next(batches)
-    ckptlib.save(tmp_path, {"data": loader}, step=1)
+    root.save({"data": loader})
     rest = [*batches]
     other = Moving(nodes.IterableWrapper(range(5)))
-    ckptlib.load(tmp_path, {"data": other})
+    root.load({"data": other})
     assert [*other] == rest
     assert len([*other]) == len(rest) + 1
 

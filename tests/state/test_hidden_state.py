@@ -10,18 +10,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.old_torch import has_float4
-from helpers.registry import close_sessions
-from onerank import same
+from onerank import Root, same
 from torch import nn, optim
 
 import ckptlib
 from ckptlib import UnsupportedState
-
-
-@pytest.fixture(autouse=True)
-def _close() -> Any:
-    yield
-    close_sessions()
 
 
 class Lookahead(optim.Optimizer):
@@ -161,62 +154,62 @@ def test_refused_before_the_training_begins(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_load_into_it_is_refused_unless_it_is_left_out(tmp_path: Path, kind: str) -> None:
+def test_a_load_into_it_is_refused_unless_it_is_left_out(root: Root, kind: str) -> None:
     make, message = REFUSED[kind]
     model, plain = made(optim.AdamW)
     train(model, plain, 0, 2)
-    ckptlib.save(tmp_path, {"m": model, "o": plain}, 1)
+    root.save({"m": model, "o": plain})
     other, optimizer = made(make, seed=1)
     with pytest.raises(UnsupportedState, match=f"o: .*{message}"):
-        ckptlib.load(tmp_path, {"m": other, "o": optimizer}, 1)
-    ckptlib.load(tmp_path, {"m": other, "o": optimizer}, 1, only="m")
+        root.load({"m": other, "o": optimizer})
+    root.load({"m": other, "o": optimizer}, only="m")
     assert same([*other.parameters()], [*model.parameters()])
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_the_one_inside_is_saved_in_its_place_or_beside_it(tmp_path: Path, beside: bool) -> None:
+def test_the_one_inside_is_saved_in_its_place_or_beside_it(root: Root, beside: bool) -> None:
     def state(model: nn.Module, optimizer: Lookahead) -> dict[str, object]:
         return {"m": model, "i": optimizer.inner, **({"o": optimizer} if beside else {})}
 
     model, optimizer = made(lambda p: Lookahead(optim.AdamW(p, lr=0.1)))
     train(model, optimizer, 0, 3)
-    ckptlib.save(tmp_path, state(model, optimizer), 1)
+    root.save(state(model, optimizer))
     other, resumed = made(lambda p: Lookahead(optim.AdamW(p, lr=0.5)), seed=1)
-    ckptlib.load(tmp_path, state(other, resumed), 1)
+    root.load(state(other, resumed))
     train(model, optimizer, 3, 8)
     train(other, resumed, 3, 8)
     assert same([*other.parameters()], [*model.parameters()])
 
 
-def test_what_gives_the_same_in_another_shape_is_saved(tmp_path: Path) -> None:
+def test_what_gives_the_same_in_another_shape_is_saved(root: Root) -> None:
     model, optimizer = made(Nested)
     train(model, optimizer, 0, 3)
-    ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
+    root.save({"m": model, "o": optimizer})
     other, resumed = made(Nested, seed=1)
-    ckptlib.load(tmp_path, {"m": other, "o": resumed}, 1)
+    root.load({"m": other, "o": resumed})
     train(model, optimizer, 3, 5)
     train(other, resumed, 3, 5)
     assert same([*other.parameters()], [*model.parameters()])
 
 
-def test_moments_whose_scales_are_kept_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_moments_whose_scales_are_kept_elsewhere_are_refused(root: Root) -> None:
     model, optimizer = made(Scaled)
     train(model, optimizer, 0, 3)
     with pytest.raises(UnsupportedState, match=r"o: .* of this Scaled gives other values of 'exp_avg' than its state"):
-        ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
-    ckptlib.save(tmp_path, {"m": model, "o": Given(optimizer)}, 1)
+        root.save({"m": model, "o": optimizer})
+    root.save({"m": model, "o": Given(optimizer)})
     other, resumed = made(Scaled, seed=1)
-    ckptlib.load(tmp_path, {"m": other, "o": Given(resumed)}, 1)
+    root.load({"m": other, "o": Given(resumed)})
     moments = zip(map(resumed.moment, resumed.state), map(optimizer.moment, optimizer.state), strict=True)
     assert all(torch.allclose(*pair) for pair in moments)
 
 
-def test_moments_that_are_told_in_another_dtype_are_saved(tmp_path: Path) -> None:
+def test_moments_that_are_told_in_another_dtype_are_saved(root: Root) -> None:
     model, optimizer = made(lambda p: Scaled(p, torch.bfloat16))
     train(model, optimizer, 0, 3)
-    ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
+    root.save({"m": model, "o": optimizer})
     other, resumed = made(lambda p: Scaled(p, torch.bfloat16), seed=1)
-    ckptlib.load(tmp_path, {"m": other, "o": resumed}, 1)
+    root.load({"m": other, "o": resumed})
     resumed.scales = dict.fromkeys(resumed.state, torch.tensor(1.0))
     train(model, optimizer, 3, 5)
     train(other, resumed, 3, 5)
@@ -264,32 +257,32 @@ class Packed(Coded):
 
 
 @pytest.mark.parametrize("kind", [Named, Coded, pytest.param(Packed, marks=has_float4)])
-def test_what_is_saved_in_full_and_told_otherwise_is_saved(tmp_path: Path, kind: type[Any]) -> None:
+def test_what_is_saved_in_full_and_told_otherwise_is_saved(root: Root, kind: type[Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = kind(model.parameters())
     for layer in model[1], model[0]:  # the second one is stepped first
         layer(torch.arange(3.0)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    ckptlib.save(tmp_path, {"model": model, "optim": optimizer}, 1)
+    root.save({"model": model, "optim": optimizer})
     other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     resumed = kind(other.parameters())
-    ckptlib.load(tmp_path, {"model": other, "optim": resumed})
+    root.load({"model": other, "optim": resumed})
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         assert optimizer.state[mine].keys() == resumed.state[its].keys()
         assert same([*optimizer.state[mine].values()], [*resumed.state[its].values()])
 
 
-def test_state_that_is_of_no_parameter_is_refused_and_saved_by_an_object(tmp_path: Path) -> None:
+def test_state_that_is_of_no_parameter_is_refused_and_saved_by_an_object(root: Root) -> None:
     """As MADGRAD has its count of steps."""
     model, optimizer = made(lambda p: optim.SGD(p, lr=0.1, momentum=0.9))
     train(model, optimizer, 0, 2)
     optimizer.state["k"] = torch.tensor([2])
     with pytest.raises(UnsupportedState, match=r"o: .*under 'k'.*put in its place an object whose state_dict"):
-        ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
-    ckptlib.save(tmp_path, {"m": model, "o": Given(optimizer)}, 1)
+        root.save({"m": model, "o": optimizer})
+    root.save({"m": model, "o": Given(optimizer)})
     other, resumed = made(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), seed=1)
-    ckptlib.load(tmp_path, {"m": other, "o": Given(resumed)}, 1)
+    root.load({"m": other, "o": Given(resumed)})
     assert same(resumed.state["k"], torch.tensor([2]))
     train(model, optimizer, 2, 4)
     train(other, resumed, 2, 4)
