@@ -40,7 +40,7 @@ from ckptlib.state.optimizers import (
     warn_of_positions,
     warn_of_unsaved,
 )
-from ckptlib.state.owners import owned_in, owners_of
+from ckptlib.state.owners import owned_in, owners_of, written_in_forward
 from ckptlib.state.rng import RngState
 from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
@@ -177,6 +177,9 @@ class _Walk(Visitor[bool], Collector):
         made: list[tuple[str, torch.Tensor]] = []
         state = named_state(module, path)
         self.asked = True
+        for weight in written_in_forward(module):
+            self.owners.pop(id(weight), None)
+            self._memo.owners.pop(id(weight), None)  # for later passes, which may not ask this module
         made_by_hooks = made_names(module)
         for name, value in state:
             full = f"{path}/{name}" if path else name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from ckptlib.format.tagged_values import MAX_DEPTH, Where, text_of
 from ckptlib.state.frameworks import unwrapped
@@ -34,6 +35,14 @@ def owners_of(owned: Sequence[object]) -> dict[int, torch.optim.Optimizer]:
         else:
             owners[id(one)] = owner
     return owners
+
+
+def written_in_forward(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the parameters that a forward writes to, so that no optimizer's step is their only writer: an embedding
+    with `max_norm` scales the rows that it looks up. A sharded one looks them up in a copy."""
+    found = (inner for inner in module.modules() if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)))
+    weights = (inner._parameters.get("weight") for inner in found if inner.max_norm is not None)
+    return [weight for weight in weights if weight is not None and type(weight) in PLAIN]
 
 
 def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:

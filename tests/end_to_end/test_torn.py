@@ -113,6 +113,17 @@ def test_nothing_of_an_optimizer_without_hooks_is_overlapped(rig: Rig) -> None:
             assert case(rig, state_of(optimizer), optimizer, step_with_gradients) == "inline exact"
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_rows_that_an_embedding_scales_in_its_forward_are_saved_as_they_were(
+    rig: Rig, kind: Callable[..., torch.nn.Module]
+) -> None:
+    """With `max_norm` a forward writes to a few rows of a weight that the optimizer owns; no sample may show them."""
+    module = kind(OVERLAP_FROM_BYTES // 16, 8, max_norm=1e-3)
+    made = torch.optim.SGD([*module.parameters()], lr=0.1)
+    state = {"model": torch.nn.Sequential(module), "optim": made}
+    assert unfenced_case(rig, state, made, lambda o: module(torch.arange(6).view(2, 3))) == "inline exact"
+
+
 def test_a_tensor_that_no_optimizer_owns_is_not_overlapped(rig: Rig) -> None:
     """It is exact without a fence, though moments of the same snapshot are copied later."""
     average = torch.randn(OVERLAP_FROM_BYTES)

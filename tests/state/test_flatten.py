@@ -196,6 +196,18 @@ def test_what_has_not_changed_gives_the_same_leaves() -> None:
     assert all(leaf.owner is optimizer for leaf in flatten({"m": model, "o": optimizer}, memo).leaves)
 
 
+def test_no_optimizer_alone_writes_to_a_weight_that_a_forward_scales() -> None:
+    """Of whatever module has it, at every pass; a parameter beside it and its moments are the optimizer's alone."""
+    model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.EmbeddingBag(4, 3, max_norm=1.0), nn.Embedding(4, 3))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    state, memo = {"m": nn.Sequential(model), "o": optimizer, "twice": model[0]}, Memo()
+    for _ in range(3):
+        leaves = flatten(state, memo).leaves
+        assert {leaf.name for leaf in leaves if leaf.owner is None} == {"m/0.0.weight", "m/0.1.weight", "twice/weight"}
+        state["more"] = nn.Linear(2, 2)
+        optimizer.add_param_group({"params": [*state["more"].parameters()]})
+
+
 @pytest.mark.parametrize(
     "change",
     [
