@@ -25,11 +25,8 @@ slow = pytest.mark.slow
             [
                 # stage, rank, lost host, whether the snapshot is restored
                 ("staging", 1, "", False),
-                ("sealing", 1, "", False),
                 ("sealed", 1, "", True),
-                ("sealed", 1, "B", False),  # its replica was not there yet
                 ("sending", 1, "B", False),
-                ("receiving", 0, "B", False),
                 ("received", 0, "B", False),
                 ("replicated", 0, "B", True),
             ],
@@ -38,9 +35,12 @@ slow = pytest.mark.slow
         pytest.param(
             [
                 ("staging", 0, "B", False),
+                ("sealing", 1, "", False),
                 ("sealing", 0, "A", False),
+                ("sealed", 1, "B", False),  # its replica was not there yet
                 ("sealed", 0, "A", False),
                 ("sending", 0, "", True),
+                ("receiving", 0, "B", False),
                 ("receiving", 1, "", True),
                 ("received", 1, "", True),
                 ("received", 1, "A", False),
