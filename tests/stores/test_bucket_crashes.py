@@ -141,7 +141,7 @@ def num_requests(storage: ObjectStorage, directory: Path) -> int:
 @pytest.mark.parametrize(
     ("faults", "every"),
     [
-        (("blackhole", "hang_reply"), 5),
+        (("blackhole", "hang_reply"), 9),
         pytest.param(("blackhole", "hang_reply"), 1, marks=pytest.mark.slow),
         pytest.param(("hang_reply", "blackhole"), 1, marks=pytest.mark.slow),
     ],
