@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onerank import Root
 
 import ckptlib
 
@@ -55,7 +56,7 @@ def test_at_construction(tmp_path: Path, wrong: dict[str, Any], kind: type[Excep
 
 
 @pytest.mark.parametrize("above", ["", "all", "all/0"])
-def test_what_an_optimizers_state_dict_gave(tmp_path: Path, above: str) -> None:
+def test_what_an_optimizers_state_dict_gave(tmp_path: Path, root: Root, above: str) -> None:
     """As `torch.save` is given it. Saved again and again it would stay as it was made, without moments."""
     model = torch.nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
@@ -65,11 +66,11 @@ def test_what_an_optimizers_state_dict_gave(tmp_path: Path, above: str) -> None:
     with pytest.raises(ckptlib.UnsupportedState, match=rf"^{name} is what .* Give the objects themselves, such as"):
         ckptlib.Checkpointer(tmp_path / "root", state[above], every=1)
     assert not (tmp_path / "root").exists(), "nothing is opened"
-    ckptlib.save(tmp_path / "root", inner, 1)  # a state of that moment is what it is
+    root.save(inner)  # a state of that moment is what it is
 
 
 @pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau", "ChainedScheduler", "GradScaler"])
-def test_what_the_state_dict_of_a_scheduler_or_a_scaler_gave(tmp_path: Path, kind: str) -> None:
+def test_what_the_state_dict_of_a_scheduler_or_a_scaler_gave(tmp_path: Path, root: Root, kind: str) -> None:
     """Saved again and again, it would begin each restart with the first learning rate, or the first scale."""
     optim = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
     schedulers = torch.optim.lr_scheduler
@@ -83,7 +84,7 @@ def test_what_the_state_dict_of_a_scheduler_or_a_scaler_gave(tmp_path: Path, kin
     with pytest.raises(ckptlib.UnsupportedState, match=rf"^x is what the state_dict\(\) of {whose} gave: a copy"):
         ckptlib.Checkpointer(tmp_path / "root", {"x": made.state_dict()}, every=1)
     assert not (tmp_path / "root").exists(), "nothing is opened"
-    ckptlib.save(tmp_path / "root", {"x": made.state_dict()}, 1)  # a state of that moment is what it is
+    root.save({"x": made.state_dict()})  # a state of that moment is what it is
     with ckptlib.Checkpointer(tmp_path / "run", {"x": made}, every=1, arena=tmp_path):
         pass
 
