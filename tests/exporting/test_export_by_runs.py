@@ -175,7 +175,7 @@ def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "taken").write_text("mine")
     cases = {
         "taken": "is there already",  # a file where the export goes
-        "taken/below": "File exists",
+        "taken/below": "it or one above it is a file",
     }
     for n, (out, text) in enumerate(cases.items()):
         (told,) = run(Job(tmp_path / str(n)), ckptlib.Export(tmp_path / out, only="model"))
