@@ -101,6 +101,13 @@ class Sweeper:
     def _look(self, decided: SaveId, now: float, early_s: float = math.inf) -> int:
         """Makes a whole sweep. Returns the bytes deleted."""
         found = sweep(self._catalog, self._keep, decided.generation, early_s=early_s, decided=decided)
-        self._broken = {save for save in found.broken if save <= decided}  # later ones were committed meanwhile
+        broken = {save for save in found.broken if save <= decided}  # later ones were committed meanwhile
+        for save in sorted(broken - self._broken - {*found.dropped}):
+            log.warning(
+                "step %d lacks objects, and can be loaded in part at best: keep= keeps other steps in its place. To "
+                "see what is lost: ckptlib verify %s %d",
+                *(save.step, self._catalog.store.url, save.step),
+            )
+        self._broken = broken
         self._look_at = now + self._keep.grace.total_seconds() / LOOKS
         return found.nbytes_deleted

@@ -175,6 +175,7 @@ def _document(result: Sweep, sizes: Mapping[PackSet, int], used: Mapping[SaveId,
         "dropped": rows(result.dropped),
         "condemned": rows(result.condemned),
         "waiting": rows(result.waiting),
+        "broken": rows(tuple(sorted(result.broken))),
         "used": [
             {
                 "step": save.step,
@@ -197,6 +198,8 @@ def _print(
         ("dropped" if done else "would drop", result.dropped, later),
         ("condemned" if done else "would condemn", result.condemned, f"never committed, {later}"),
     ]
+    broken = tuple(sorted({*result.broken} - {*result.dropped}))
+    groups.append(("lacks objects", broken, "others are kept in its place; see ckptlib verify"))
     rows = [
         (word if i == 0 else "", f"step {save.step}", size(_size(sizes, save)), "see below" if save in used else why)
         for word, saves, why in groups

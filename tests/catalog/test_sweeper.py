@@ -114,6 +114,25 @@ def test_bytes_go_after_the_grace_period_and_a_part_of_it(clock: SimpleNamespace
     assert listed_steps_are_whole(store) == [2]
 
 
+def test_a_step_that_lacks_objects_is_told_once(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody has deleted them, or the store has lost them: whoever counts on the step would else hear of it at its
+    load, when the others are dropped."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    hurt, dropped, newest = (make_save(catalog, generation, step, state(step)) for step in (1, 2, 3))
+    for save in (hurt, dropped):
+        store.delete(*(entry.key for entry in store.scan(f"packs/{save}/")))
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    pin(catalog, hurt)
+    for _ in range(3):
+        live.sweep(newest)
+        clock.now += GRACE_S
+    (told,) = caplog.messages
+    assert told.startswith("step 1 lacks objects, and can be loaded in part at best")
+    assert told.endswith(f"ckptlib verify {store.url} 1")
+
+
 class Full(MemoryStore):
     """One that takes nothing any more, when `is_full`."""
 

@@ -194,6 +194,17 @@ def test_gc(ckptlib: Ckptlib, made: LocalStore) -> None:
     assert ckptlib("gc", made.url, "--keep-last", 2).out == "nothing to do\n"
 
 
+def test_gc_tells_which_of_the_kept_steps_lack_objects(ckptlib: Ckptlib, made: LocalStore) -> None:
+    for step in (1, 5):
+        of_step(Path(made.url.removeprefix("file://")), "packs", step).unlink()
+    arguments = ("gc", made.url, "--keep-last", 2, "--dry-run")
+    document = ckptlib(*arguments, "--json").json
+    assert [row["step"] for row in document["dropped"]] == [1, 2]
+    assert [row["step"] for row in document["broken"]] == [1, 5]
+    [line] = [line for line in ckptlib(*arguments).lines() if line[0] == "lacks"]
+    assert line[:4] == ["lacks", "objects", "step", "5"]
+
+
 def test_gc_tells_what_stays_because_others_use_it(ckptlib: Ckptlib, sharing: Path) -> None:
     first = of_step(sharing, "packs", 1)
     nbytes = first.stat().st_size
