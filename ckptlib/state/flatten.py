@@ -66,8 +66,12 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
     owned = owned_in(state)
     if not same(owned, memo.owned) or owners != memo.given:
         memo.owned, memo.owners, memo.given = owned, {**owners, **owners_of(owned)}, dict(owners)
+        memo.written = memo.owners.keys() & written_in_forward(owned)
         memo.sections.clear()
-    walk = _Walk(memo, dict(memo.owners))
+    alone = dict(memo.owners)
+    for number in memo.written:
+        del alone[number]
+    walk = _Walk(memo, alone)
     walk.visit(state, False)
     flat, trace = walk.flat, walk.findings.trace()
     if walk.asked:
@@ -98,7 +102,7 @@ class _Walk(Visitor[bool], Collector):
     """One pass over a state, or over a section of it. Hands down to entries whether every rank has its own."""
 
     def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
-        """`owners`: the optimizer that owns each tensor, by the tensor's id."""
+        """`owners`: the optimizer that is the only writer of each tensor, by the tensor's id."""
         Visitor.__init__(self)
         Collector.__init__(self, memo, owners)
         self.sections: set[tuple[str, bool]] = set()
@@ -177,9 +181,6 @@ class _Walk(Visitor[bool], Collector):
         made: list[tuple[str, torch.Tensor]] = []
         state = named_state(module, path)
         self.asked = True
-        for weight in written_in_forward(module):
-            self.owners.pop(id(weight), None)
-            self._memo.owners.pop(id(weight), None)  # for later passes, which may not ask this module
         made_by_hooks = made_names(module)
         for name, value in state:
             full = f"{path}/{name}" if path else name

@@ -140,9 +140,11 @@ class Memo:
         self.trace = Trace([], [])
         """What these leaves were made of."""
         self.owned: list[object] = []
-        """Each optimizer, followed by its parameters."""
+        """Each optimizer, followed by its parameters, and each module."""
         self.owners: dict[int, torch.optim.Optimizer] = {}
         """The optimizer of each parameter, by the parameter's id."""
+        self.written: set[int] = set()
+        """The ids of those parameters that a forward writes to as well."""
         self.given: dict[int, torch.optim.Optimizer] = {}
         """The owners that the caller passed."""
         self.sections: dict[tuple[str, bool], Section[Found]] = {}

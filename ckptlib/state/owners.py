@@ -1,8 +1,10 @@
-"""Finds which optimizer owns which tensor: its step is the only writer of its parameters."""
+"""Finds which optimizer owns which tensor: its step is the only writer of its parameters, but for those that a forward
+writes to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -16,12 +18,13 @@ _OWN_NOTHING = frozenset([*PLAIN, *SCALARS])
 
 
 def owned_in(state: object) -> list[object]:
-    """Returns each optimizer of the state, followed by its parameters."""
+    """Returns each optimizer of the state, followed by its parameters, and each module."""
     owned: list[object] = []
-    for optimizer in _optimizers_in(state):
-        owned.append(optimizer)
-        for group in optimizer.param_groups:
-            owned += group["params"]
+    for one in _owners_in(state):
+        owned.append(one)
+        if isinstance(one, torch.optim.Optimizer):
+            for group in one.param_groups:
+                owned += group["params"]
     return owned
 
 
@@ -32,24 +35,27 @@ def owners_of(owned: Sequence[object]) -> dict[int, torch.optim.Optimizer]:
     for one in owned:
         if isinstance(one, torch.optim.Optimizer):
             owner = one
-        else:
+        elif not isinstance(one, nn.Module):
             owners[id(one)] = owner
     return owners
 
 
-def written_in_forward(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the parameters that a forward writes to, so that no optimizer's step is their only writer: an embedding
-    with `max_norm` scales the rows that it looks up. A sharded one looks them up in a copy."""
-    found = (inner for inner in module.modules() if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)))
+def written_in_forward(owned: Sequence[object]) -> set[int]:
+    """Returns the ids of the parameters that a forward writes to, so that no optimizer's step is their only writer: an
+    embedding with `max_norm` scales the rows that it looks up. A sharded one looks them up in a copy."""
+    modules = chain.from_iterable(one.modules() for one in owned if isinstance(one, nn.Module))
+    found = (inner for inner in modules if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)))
     weights = (inner._parameters.get("weight") for inner in found if inner.max_norm is not None)
-    return [weight for weight in weights if weight is not None and type(weight) in PLAIN]
+    return {id(weight) for weight in weights if type(weight) in PLAIN}
 
 
-def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+def _owners_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer | nn.Module]:
     if depth > MAX_DEPTH:
         raise too_deep(text_of(where))
     if isinstance(node, PerRank):
-        yield from _optimizers_in(node.value, where, depth + 1)
+        yield from _owners_in(node.value, where, depth + 1)
+    elif isinstance(node, nn.Module):
+        yield node
     elif isinstance(node, torch.optim.Optimizer):
         inner = unwrapped(node)
         if isinstance(inner, torch.optim.Optimizer):  # anything else is refused when the walk meets it
@@ -58,7 +64,7 @@ def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[
         for key, value in node.items():
             if type(value) in _OWN_NOTHING:  # there may be thousands
                 continue
-            yield from _optimizers_in(value, (where, key), depth + 1)
+            yield from _owners_in(value, (where, key), depth + 1)
     elif isinstance(node, (list, tuple)) and not are_scalars(node):
         for i, value in enumerate(node):
-            yield from _optimizers_in(value, (where, i), depth + 1)
+            yield from _owners_in(value, (where, i), depth + 1)

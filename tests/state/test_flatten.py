@@ -208,6 +208,30 @@ def test_no_optimizer_alone_writes_to_a_weight_that_a_forward_scales() -> None:
         optimizer.add_param_group({"params": [*state["more"].parameters()]})
 
 
+@pytest.mark.parametrize("num_beside", [0, 20])
+def test_no_optimizer_alone_writes_to_what_is_tied_to_such_a_weight(num_beside: int) -> None:
+    """The other name may come first, in a module, in a dict, or by itself."""
+    embedding, head = nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 4, bias=False)
+    head.weight = embedding.weight
+    dict_of = {"w": embedding.weight, **{f"{i}": torch.zeros(1) for i in range(num_beside)}}
+    state = {"d": dict_of, "head": head, "m": embedding, "o": torch.optim.SGD(head.parameters())}
+    memo = Memo()
+    for _ in range(3):
+        owners = {leaf.name: leaf.owner for leaf in flatten(state, memo).leaves}
+        assert [owners[name] for name in ("d/w", "head/weight", "m/weight")] == [None] * 3
+
+
+def test_moments_of_such_a_weight_are_each_ranks_own_if_the_weight_is() -> None:
+    """They were taken for replicas, so that saves on several ranks failed."""
+    module = nn.Embedding(4, 3, max_norm=1.0)
+    optimizer = torch.optim.Adagrad(module.parameters())
+    memo = Memo()
+    for _ in range(2):
+        leaves = flatten({"m": PerRank(module), "o": optimizer}, memo).leaves
+        assert {type(leaf.held) for leaf in leaves} == {OwnPerRank}
+        assert [leaf.name for leaf in leaves if leaf.owner is None] == ["m/weight"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
