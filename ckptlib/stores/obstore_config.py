@@ -177,7 +177,8 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
         config["request_payer"] = True
     profile = options.get("profile") or os.environ.get("AWS_PROFILE")
     if "endpoint" not in config and not any(map(os.environ.get, _ENDPOINTS)):
-        config.update(_configured_endpoint(profile))
+        for name, value in _configured_endpoint(profile).items():
+            config.setdefault(name, value)
     _set_endpoint(client, style, bool(use_ssl))
     if verify is False:
         client.client_options["allow_invalid_certificates"] = True
@@ -242,8 +243,8 @@ def _has_files() -> bool:
 
 
 def _configured_endpoint(profile: str | None) -> dict[str, str]:
-    """Returns the endpoint that a profile of ~/.aws names, if any. s3fs goes there; obstore would go to Amazon, with
-    another server's keys."""
+    """Returns the endpoint that a profile of ~/.aws names, if any, and its region. s3fs goes there; obstore would go to
+    Amazon, with another server's keys. Raises ValueError if the profile names a section of services that is none."""
     if not _has_files() or importlib.util.find_spec("botocore") is None:
         return {}
     from botocore.exceptions import BotoCoreError
@@ -254,11 +255,19 @@ def _configured_endpoint(profile: str | None) -> dict[str, str]:
         if session.get_config_variable("ignore_configured_endpoint_urls"):
             return {}
         told = session.get_scoped_config()
-        services = session.full_config.get("services", {}).get(told.get("services"), {})
+        sections, region = session.full_config.get("services", {}), session.get_config_variable("region")
     except BotoCoreError:  # no such profile, as whoever looks for credentials there tells
         return {}
-    found = (services.get("s3") or {}).get("endpoint_url") or told.get("endpoint_url")
-    return {"endpoint": found} if found else {}
+    name = told.get("services")
+    services = {} if name is None else sections.get(name)
+    of_s3 = None if services is None else services.get("s3") or {}
+    if not isinstance(of_s3, Mapping):
+        raise ValueError(
+            f"services = {name} in ~/.aws: expected [services {name}], with endpoint_url indented below s3 ="
+        )
+    if not (found := of_s3.get("endpoint_url") or told.get("endpoint_url")):
+        return {}
+    return {"endpoint": found, **({"region": region} if region else {})}
 
 
 def _use_boto(client: Client, profile: str | None) -> None:

@@ -216,18 +216,27 @@ def test_an_endpoint_of_a_profile(options: dict[str, object], tmp_path: Path, mo
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", f"{tmp_path}/config")
 
-    def endpoint(of_profile: str, **more: object) -> object:
+    def config(of_profile: str, **more: object) -> dict[str, object]:
         keys = "aws_access_key_id = k\naws_secret_access_key = s"
         profiles = [f"[{name}]\n{keys}\n{of_profile}\n" for name in ("default", "profile lab")]
-        service = "[services own]\ns3 =\n  endpoint_url = http://s3:1\n"
+        service = "[services own]\ns3 =\n  endpoint_url = http://s3:1\n[services odd]\ns3 = http://s3:1\n"
         (tmp_path / "config").write_text("".join([*profiles, service]))
-        return client_of("s3://b/r", {**options, **more}).config.get("endpoint")
+        return client_of("s3://b/r", {**options, **more}).config
+
+    def endpoint(of_profile: str, **more: object) -> object:
+        return config(of_profile, **more).get("endpoint")
 
     assert endpoint("") is None
     assert endpoint("endpoint_url = http://all:1") == "http://all:1"
     assert endpoint("endpoint_url = http://all:1\nservices = own") == "http://s3:1"
     assert endpoint("endpoint_url = http://all:1\nignore_configured_endpoint_urls = true") is None
     assert endpoint("endpoint_url = http://all:1", endpoint_url="http://given:1") == "http://given:1"
+    for other in ("not-there", "odd"):
+        with pytest.raises(ValueError, match=rf"services = {other} in ~/.aws: expected \[services {other}\], with"):
+            endpoint(f"endpoint_url = http://all:1\nservices = {other}")
+    there = "endpoint_url = http://all:1\nregion = lab-1"
+    assert config(there)["region"] == "lab-1", "a server may refuse what is signed for another"
+    assert config(there, client_kwargs={"region_name": "given-1"})["region"] == "given-1"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://env:1")  # which obstore reads
     assert endpoint("endpoint_url = http://all:1") is None
 
