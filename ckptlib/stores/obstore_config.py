@@ -284,8 +284,8 @@ def _use_boto(client: Client, profile: str | None) -> None:
     try:
         session = boto3.Session(profile_name=profile)
         found = session.get_credentials()
-    # No such profile; a credential_process that fails, or prints null or a list.
-    except (BotoCoreError, OSError, ValueError, AttributeError) as error:
+    # No such profile; a credential_process that fails, or prints null, a list, or a number as the Expiration.
+    except (BotoCoreError, OSError, ValueError, AttributeError, TypeError) as error:
         told = f"client 'obstore' gets no credentials from boto3: {type(error).__name__}: {error}; correct ~/.aws"
         raise StoreDenied(told) from None
     if found is not None:
@@ -309,8 +309,8 @@ class _Credentials:
         from botocore.credentials import RefreshableCredentials
         from botocore.exceptions import BotoCoreError, ClientError
 
-        # The last three of a credential_process.
-        failures = (BotoCoreError, ClientError, OSError, ValueError, AttributeError)
+        # The last four of a credential_process.
+        failures = (BotoCoreError, ClientError, OSError, ValueError, AttributeError, TypeError)
         if not isinstance(self._found, RefreshableCredentials):
             with suppress(*failures):  # somebody is writing the file
                 self._found = Session(profile_name=self._profile).get_credentials() or self._found

@@ -194,7 +194,8 @@ class S3Client:
                 return False
             try:
                 found = await AioSession(**self._fs.kwargs).get_credentials()
-            except (BotoCoreError, OSError, ValueError, AttributeError):  # somebody is writing the file, or its program
+            # somebody is writing the file, or its program
+            except (BotoCoreError, OSError, ValueError, AttributeError, TypeError):
                 return False
             if found is None:
                 return False

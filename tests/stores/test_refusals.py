@@ -198,8 +198,10 @@ def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
     credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = {program}\n")
     with open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store:
         store.put("a", b"data")
+        process.write_text(json.dumps({**found, "Expiration": until.timestamp()}))
+        store.put("b0", b"data")
         credentials.with_name(gone).rename(credentials.with_name("away"))
-        store.put("b", b"data")
+        store.put("b1", b"data")
         server.expired.add("first")
         with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
             store.put("c", b"data")
@@ -208,9 +210,19 @@ def test_credentials_that_cannot_be_renewed_yet_are_used_until_they_expire(
         store.put("c", b"data")
 
 
+KEYS = {"Version": 1, "AccessKeyId": "first", "SecretAccessKey": "s3cr3t"}
+"""What a program for credentials prints, without an end."""
+
+
 @pytest.mark.parametrize("client", ["obstore", "s3fs"], indirect=True)
 @pytest.mark.parametrize(
-    ("program", "told"), [("/nowhere/it", "/nowhere/it"), ("echo no", "JSONDecodeError"), ("echo null", "Attr")]
+    ("program", "told"),
+    [
+        ("/nowhere/it", "/nowhere/it"),
+        ("echo no", "JSONDecodeError"),
+        ("echo null", "Attr"),
+        pytest.param(f"echo '{json.dumps({**KEYS, 'Expiration': 1893456000})}'", "TypeError", id="number"),
+    ],
 )
 def test_a_program_that_gives_no_credentials(
     server: Refusing, client: str, credentials: Path, program: str, told: str
@@ -228,18 +240,17 @@ def test_a_program_that_gives_no_credentials(
 def test_a_program_that_gives_none_again_does_not_hide_the_refusal(
     server: Refusing, client: str, credentials: Path
 ) -> None:
-    found = {"Version": 1, "AccessKeyId": "first", "SecretAccessKey": "s3cr3t"}  # without an end
     process = credentials.with_name("found.json")
-    process.write_text(json.dumps(found))
+    process.write_text(json.dumps(KEYS))
     credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = cat {process}\n")
     with open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store:
         store.put("a", b"data")
         server.expired.add("first")
-        for text in ("null", "no"):
+        for text in ("null", "no", json.dumps({**KEYS, "Expiration": 1893456000})):
             process.write_text(text)
             with pytest.raises(StoreDenied, match=r"ExpiredToken.*renew"):
                 store.put("b", b"data")
-        process.write_text(json.dumps({**found, "AccessKeyId": "second"}))
+        process.write_text(json.dumps({**KEYS, "AccessKeyId": "second"}))
         store.put("b", b"data")
 
 
