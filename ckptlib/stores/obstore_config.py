@@ -335,7 +335,7 @@ def _gcs(bucket: str, root: str, options: dict[str, Any]) -> Client:
         client.config["skip_signature"] = True
     elif isinstance(token, Mapping):
         client.config["service_account_key"] = json.dumps(dict(token))
-    elif isinstance(token, str) and Path(token).is_file():
+    elif isinstance(token, str) and os.path.isfile(token):  # pathlib's raises for a token too long to be a name
         kind = json.loads(Path(token).read_text()).get("type")
         client.config["service_account" if kind == "service_account" else "application_credentials"] = token
     elif isinstance(token, str) and token not in ("google_default", "cloud"):

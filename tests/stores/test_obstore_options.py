@@ -15,6 +15,9 @@ from ckptlib.errors import StoreDenied
 from ckptlib.stores import open_store
 from ckptlib.stores.obstore_config import client_of
 
+LONG = f"ya29.c.{'x' * 1017}"
+"""A token as Google gives it to a service account: longer than the name of a file can be."""
+
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,6 +122,7 @@ def test_an_endpoint_in_capitals() -> None:
             },
         ),
         ("gs://b/r", {"token": "ya29.x", "project": "p"}, "b", "r", {"bearer_token": "ya29.x"}),
+        ("gs://b/r", {"token": LONG}, "b", "r", {"bearer_token": LONG}),
         ("gcs://b/r", {"token": "anon"}, "b", "r", {"skip_signature": True}),
         (
             *("abfss://c@acc.dfs.core.windows.net/r", {"sas_token": "?sv=1&sig=x"}, "c", "r"),
