@@ -74,7 +74,7 @@ class Notices:
         if store is not None:
             try:
                 store.set(key, text)
-            except RuntimeError as error:
+            except Exception as error:  # of whatever class: the thread must go on, and torch has stores in Python
                 self._lose(error)
 
     def _known(self, key: str) -> str:
@@ -98,10 +98,10 @@ class Notices:
         try:
             if store is not None and store.check([key]):
                 self._found = key, store.get(key).decode()
-        except RuntimeError as error:
+        except Exception as error:
             self._lose(error)
 
-    def _lose(self, error: RuntimeError) -> None:
+    def _lose(self, error: Exception) -> None:
         log.info("the store of the ranks cannot be asked, so this rank has no notices from now on: %s", error)
         self._store = None
 

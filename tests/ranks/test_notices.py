@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -86,9 +87,17 @@ def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     notices.close()
 
 
-def test_a_rank_that_cannot_leave_a_notice_goes_on() -> None:
+class Python(dist.HashStore):
+    """A store in Python, as torch's EtcdStore, which raises errors of its own."""
+
+    def set(self, key: str, value: str) -> None:
+        raise LookupError("no leader")
+
+
+@pytest.mark.parametrize("store", [Gone, Python])
+def test_a_rank_that_cannot_leave_a_notice_goes_on(store: type[dist.HashStore]) -> None:
     notices = Notices(None, "job", 2)
-    notices._store = Gone()  # type: ignore[assignment]
+    notices._store = store()  # type: ignore[assignment]
     notices.leave("first")
     deadline = time.monotonic() + PATIENCE_S
     while not notices.lost:
