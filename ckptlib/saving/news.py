@@ -44,23 +44,28 @@ class News:
             self._notices.leave(json.dumps(told))
             self._ended.append(event["save"])  # only now: after Ctrl-C above, the event comes again
         elif self._rank != 0 and event["event"] == "failed" and not event.get("seen"):
-            self._notices.give_up(str(event["save"]), f"rank {self._rank} failed: {event['error']}"[: TOLD["error"]])
+            why = json.dumps([self._rank, str(event["error"])[: TOLD["error"]]])
+            self._notices.give_up(str(event["save"]), why)
 
     def of(self, save: str) -> Mapping[str, object] | None:
         """Returns the event that ended a save, if rank 0 has left it. Returns at once."""
         told = (json.loads(notice) for notice in self._notices.look())
         return next((event for event in told if event["save"] == save), None)
 
-    def given_up(self, save: str) -> str | None:
-        """Returns why another rank's share of a save will not come, if that rank has said so. Returns at once. For rank
-        0, about the save that it is about to commit."""
+    def given_up(self, save: str) -> tuple[int, str] | None:
+        """Returns another rank whose share of a save failed, and why, if that rank has said so. Returns at once. For
+        rank 0, about the save that it is about to commit."""
         now = time.monotonic()
         if save != self._awaited:
             self._awaited, self._looks_at = save, now + GIVEN_UP_EVERY_S
         if now < self._looks_at:
             return None
         self._looks_at = now + GIVEN_UP_EVERY_S
-        return self._notices.given_up(save)
+        why = self._notices.given_up(save)
+        if why is None:
+            return None
+        rank, error = json.loads(why)
+        return rank, error
 
     def looks(self, timeout_s: float) -> Looks:
         """Returns the schedule by which this rank asks the store from now on."""

@@ -168,11 +168,11 @@ class Writer:
         """Orders the writer to tell the other ranks' committer that the snapshot failed."""
         self._order({"op": "void", "save": str(save), "error": error, "drains": drains})
 
-    def stop_waiting(self, save: str, why: str) -> None:
+    def stop_waiting(self, save: str, rank: int, why: str) -> None:
         """Tells rank 0's writer that a rank gave up its share of this save: if that is not in the store, nobody waits
-        for it any longer. `why`: names the rank."""
+        for it any longer."""
         with self._lock:
-            self._child.channel.send({"op": "stop-waiting", "save": save, "why": why})
+            self._child.channel.send({"op": "stop-waiting", "save": save, "rank": rank, "why": why})
 
     @property
     def commits_next(self) -> str | None:

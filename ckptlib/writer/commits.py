@@ -60,8 +60,8 @@ class Commits:
         """Bytes of the packs of the last step."""
         self._undecided: dict[SaveId, Elapsed] = {}
         """Time since this rank first heard of each save."""
-        self._given_up: tuple[SaveId, str] | None = None
-        """The last save that another rank gave up, and why."""
+        self._given_up: tuple[SaveId, int, str] | None = None
+        """The last save that another rank gave up, that rank, and why."""
 
     def expect(self, save: SaveId) -> None:
         """Notes that the save has begun."""
@@ -78,9 +78,9 @@ class Commits:
         monotonic clock. `again`: whether a writer that is gone may have committed it."""
         self._jobs.put(partial(self._commit, save, began, again))
 
-    def stop_waiting(self, save: SaveId, why: str) -> None:
-        """Notes that a rank gave up its share of the save: its commit waits no longer. `why`: names the rank."""
-        self._given_up = save, why
+    def stop_waiting(self, save: SaveId, rank: int, why: str) -> None:
+        """Notes that a rank gave up its share of the save: its commit waits no longer for that one's part."""
+        self._given_up = save, rank, why
 
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
         """Queues a wait for another rank's commit, whose outcome the trainer is then told."""
@@ -97,8 +97,9 @@ class Commits:
     def _commit(self, save: SaveId, began: float, again: bool) -> None:
         if again:
             self.committer.doubt(save)
-        left, usual_s = partial(self._seconds_left, save, began), time.monotonic() - began
-        once = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s)
+        left, usual_s = partial(self._trainer.seconds_left, began), time.monotonic() - began
+        given_up = partial(self._rank_given_up, save)
+        once = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s, given_up=given_up)
         commit = partial(self._once_more, save, once)
         try:
             end = max(began + self._trainer.deadline_s, time.monotonic())
@@ -130,13 +131,14 @@ class Commits:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
         self._make_room(save)
 
-    def _seconds_left(self, save: SaveId, began: float) -> float:
-        return self._trainer.seconds_left(began) if self._why_given_up(save) is None else 0.0
+    def _rank_given_up(self, save: SaveId) -> int | None:
+        given_up = self._given_up
+        return None if given_up is None or given_up[0] != save else given_up[1]
 
     def _why_given_up(self, save: SaveId) -> str | None:
         """Returns what a rank has said of a save that it gave up; None if none has."""
         given_up = self._given_up
-        return None if given_up is None or given_up[0] != save else given_up[1]
+        return None if given_up is None or given_up[0] != save else f"rank {given_up[1]} failed: {given_up[2]}"
 
     def _once_more(self, save: SaveId, commit: Callable[[], Manifest]) -> Manifest:
         """Calls `commit`, and once more if its manifest may be there though the store failed. Raises as it does."""

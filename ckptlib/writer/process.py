@@ -223,7 +223,7 @@ class WriterProcess:
         elif op == "await":
             self._commits.put_wait(save, message["timeout_s"])
         elif op == "stop-waiting":
-            self._commits.stop_waiting(save, message["why"])
+            self._commits.stop_waiting(save, message["rank"], message["why"])
         else:
             raise FormatError(f"unknown order: {op}")
 

@@ -111,12 +111,27 @@ def test_a_save_that_a_rank_gave_up_is_committed_if_all_parts_are_there_and_wait
     catalog.store.delete(names[1].key)
     for save, kind in ((whole, "committed"), (lacking, "failed")):
         with commits_of(catalog, 0) as (commits, heard):
-            commits.stop_waiting(save, "rank 1 failed: away")
+            commits.stop_waiting(save, 1, "away")
             commits.put(save, time.monotonic())
             commits.finish()
             [event] = heard.receive(0)
             assert event["event"] == kind
     assert event["error"] == "step 20: no part came from 1 of 2 ranks: 1; rank 1 failed: away"
+
+
+def test_a_rank_that_is_slow_is_waited_for_if_the_part_of_the_one_that_gave_up_is_there(tmp_path: Path) -> None:
+    """The store may have taken that one's part, and not have said so: the step may still come to be whole."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    slow = catalog.store.get(names[0].key)
+    catalog.store.delete(names[0].key)
+    with commits_of(catalog, 0) as (commits, heard):
+        commits.stop_waiting(save, 1, "no answer")
+        commits.put(save, time.monotonic())
+        assert heard.receive(0.1) == []
+        catalog.store.put(names[0].key, slow)
+        commits.finish()
+        assert [event["event"] for event in heard.receive(0)] == ["committed"]
 
 
 @contextmanager
