@@ -14,6 +14,7 @@ from ckptlib.exporting.names import Naming
 from ckptlib.exporting.outputs import Outputs, outputs
 from ckptlib.exporting.stream import write
 from ckptlib.reading.opened import CheckpointReader, open
+from ckptlib.stores import is_url
 
 SAFETENSORS, HF, TORCH, DCP = "safetensors", "hf", "torch", "dcp"
 FORMATS = (SAFETENSORS, HF, TORCH, DCP)
@@ -102,7 +103,7 @@ class ExportOrder:
 
 def local_path(out: str | Path, format: str) -> Path:
     """Returns the path. Raises ValueError for a URL, a path below "~", and a file name of another format."""
-    if "://" in str(out):
+    if is_url(str(out)):
         raise ValueError(f"{out}: an export goes to a path of this machine; copy the files from there")
     if Path(out).parts[:1] == ("~",):
         raise ValueError(

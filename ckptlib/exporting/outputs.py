@@ -42,7 +42,8 @@ class Outputs:
             make_directories(str(self._directory))
         except (FileExistsError, NotADirectoryError) as error:
             raise ObjectExists(
-                f"{self._directory} is to be a directory, and it or one above it is a file; export to another place"
+                f"{self._directory} is to be a directory, and it or one above it is a file, or a link that leads "
+                "nowhere; export to another place"
             ) from error
         for path in self._directory.glob(f".*{PARTIAL}"):
             if any(path.match(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{PARTIAL}") for name in names):

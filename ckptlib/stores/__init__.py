@@ -10,7 +10,18 @@ from pathlib import Path
 from ckptlib.stores.base import Counted, Entry, InPlace, LateHead, Store, check_key
 from ckptlib.stores.secrets import without_userinfo
 
-__all__ = ["Counted", "Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store", "url_text"]
+__all__ = [
+    "Counted",
+    "Entry",
+    "InPlace",
+    "LateHead",
+    "Store",
+    "absolute",
+    "check_key",
+    "is_url",
+    "open_store",
+    "url_text",
+]
 
 _LOCAL = ("file", "local")
 """Schemes of local paths. fsspec knows both, too; its own filesystem flushes nothing and puts nothing whole."""
@@ -36,6 +47,11 @@ def url_text(url: str | Path) -> str:
             "from a variable or an option, that may not be set"
         )
     return str(url)
+
+
+def is_url(text: str) -> bool:
+    """Returns whether the text is a URL, or was one before it lost slashes; else it is a path."""
+    return "://" in text or _LOST_SLASH.match(text) is not None
 
 
 def absolute(url: str | Path) -> str:

@@ -87,8 +87,9 @@ def test_what_is_there_is_never_overwritten(path: Path) -> None:
     for form in ("safetensors", "torch"):
         with pytest.raises(ckptlib.ObjectExists, match="is there already"):
             ckptlib.export(path, out, format=form)
-    for directory in (out, out / "below"):
-        with pytest.raises(ckptlib.ObjectExists, match=f"{directory} is to be a directory"):
+    (link := path.parent / "link").symlink_to("unmounted")
+    for directory in (out, out / "below", link):
+        with pytest.raises(ckptlib.ObjectExists, match=f"{directory} is to be a directory.* or a link"):
             ckptlib.export(path, directory, format="hf")
     hf = path.parent / "hf"
     hf.mkdir()
@@ -252,7 +253,7 @@ def test_killed_at_any_moment(path: Path) -> None:
         assert len(load_file(out / "model-00001-of-00003.safetensors")) == 1
 
 
-def test_options_that_are_none(path: Path) -> None:
+def test_options_that_are_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, match in (
         ({"format": "onnx"}, "expected one of safetensors, hf, torch"),
         ({"dtype": "int4"}, "expected bf16, fp16 or fp32"),
@@ -261,8 +262,11 @@ def test_options_that_are_none(path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             ckptlib.export(path, path.parent / "x", **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a path of this machine"):
-        ckptlib.export(path, "s3://bucket/x")
+    monkeypatch.chdir(path.parent)
+    for url in ("s3://bucket/x", Path("s3://bucket/x"), "s3:bucket/x"):  # without slashes it is a directory here
+        with pytest.raises(ValueError, match="a path of this machine"):
+            ckptlib.export(path, url)
+    assert ckptlib.export(path, "./s3:x").files == (Path("s3:x"),)
 
 
 @pytest.mark.parametrize("kind", [str, Path])
