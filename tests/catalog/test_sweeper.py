@@ -18,7 +18,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.sweeper import LOOKS, ROOMS, Sweeper
-from ckptlib.errors import StoreDenied, StoreError, StoreFull, Superseded
+from ckptlib.errors import StoreDenied, StoreError, StoreFull, StoreTimeout, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
@@ -73,16 +73,23 @@ def test_where_no_step_is_dropped_it_costs_four_requests(clock: SimpleNamespace)
     assert found == [Requests(get=1, list=3)]  # new step; generations twice, steps
 
 
+class Uncleaned(MemoryStore):
+    """A bucket whose uploads cannot be listed."""
+
+    def __init__(self, error: StoreError) -> None:
+        super().__init__()
+        self._error = error
+
+    @override
+    def clean(self, *_: object) -> None:
+        raise self._error
+
+
 @pytest.mark.parametrize("kind", [StoreDenied, StoreError], ids=["no right", "a server that knows no such request"])
 def test_a_sweep_is_not_repeated_where_uploads_cannot_be_listed(
     clock: SimpleNamespace, caplog: pytest.LogCaptureFixture, kind: type[StoreError]
 ) -> None:
-    class Uncleaned(MemoryStore):
-        @override
-        def clean(self, *_: object) -> None:
-            raise kind("cannot list uploads")
-
-    store = CountingStore(Uncleaned())
+    store = CountingStore(Uncleaned(kind("cannot list uploads")))
     catalog = make_root(store)
     generation = make_generation(catalog)
     live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
@@ -92,6 +99,20 @@ def test_a_sweep_is_not_repeated_where_uploads_cannot_be_listed(
     assert not [key for operation, key in store.log if operation == "list" and key.startswith("packs/")]
     assert listed_steps_are_whole(store) == [2]
     assert caplog.messages == ["what crashed uploads left stays, and is paid for: cannot list uploads"]
+
+
+def test_a_store_that_is_away_as_uploads_are_listed_is_asked_by_the_next_sweep(clock: SimpleNamespace) -> None:
+    store = CountingStore(Uncleaned(StoreTimeout("no answer")))
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    for step in (1, 2):
+        saved = make_save(catalog, generation, step, state(step))
+        store.log.clear()
+        with pytest.raises(StoreTimeout, match="no answer"):
+            live.sweep(saved)
+        assert [key for operation, key in store.log if operation == "list" and key.startswith("packs/")]
+    assert listed_steps_are_whole(store) == [2], "all else is done by then"
 
 
 def test_bytes_go_after_the_grace_period_and_a_part_of_it(clock: SimpleNamespace) -> None:
