@@ -13,12 +13,13 @@ import os
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, MutableMapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.devices import accelerator
@@ -147,8 +148,9 @@ time."""
 @cache
 def _hook_all() -> None:
     """Registers the hook, once and for good: to remove it would change torch's own dict of hooks while a thread walks
-    through it."""
-    register_optimizer_step_pre_hook(_before_step)
+    through it. It comes before hooks that are there already, which may write to parameters."""
+    handle = register_optimizer_step_pre_hook(_before_step)
+    cast("OrderedDict[int, Any]", _global_optimizer_pre_hooks).move_to_end(handle.id, last=False)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ckptlib.staging import fence as fences
 from ckptlib.staging.arena import Arena
@@ -102,6 +103,21 @@ def num_installed() -> int:
     """Fences that steps come through."""
     gc.collect()
     return len(fences._installed)
+
+
+@contextmanager
+def unhooked() -> Iterator[None]:
+    """No optimizer has a hook that all have, as before the first fence of a process."""
+    fences._hook_all()
+    before = {**_global_optimizer_pre_hooks}
+    _global_optimizer_pre_hooks.clear()
+    fences._hook_all.cache_clear()
+    try:
+        yield
+    finally:
+        fences._hook_all()
+        _global_optimizer_pre_hooks.clear()
+        _global_optimizer_pre_hooks.update(before)
 
 
 # Of copies

@@ -17,7 +17,8 @@ import pytest
 import torch
 from helpers.inside import fence_of, stager_of
 from helpers.interrupted import interrupted_at
-from helpers.stage import held, is_installed, num_installed, pending_of, replace_pending
+from helpers.stage import held, is_installed, num_installed, pending_of, replace_pending, unhooked
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 from workers.torn import OpensGate, params_of, raw, step_with_gradients
 
@@ -50,6 +51,25 @@ class Copy:
 
 def make_optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.nn.Parameter(torch.randn(20000))])
+
+
+def test_hooks_that_write_to_parameters_before_a_step_find_the_copy_done() -> None:
+    """Whoever registered them, and whenever: those of all optimizers before the first fence, too."""
+    pending, optimizer = Copy(), make_optimizer()
+    found: list[int] = []
+
+    def write(*_: object) -> None:
+        found.append(pending.waited)
+
+    with unhooked():
+        register_optimizer_step_pre_hook(write)
+        fence = Fence()
+        fence.install([optimizer])
+        register_optimizer_step_pre_hook(write)
+        optimizer.register_step_pre_hook(write)
+        fence.guard(pending)
+        step_with_gradients(optimizer)
+    assert found == [1, 1, 1]
 
 
 def test_a_step_waits_once_for_every_copy() -> None:
