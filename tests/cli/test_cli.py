@@ -169,7 +169,7 @@ def test_a_file_of_the_options_that_is_not_there(ckptlib: Ckptlib, monkeypatch: 
     monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps(options))
     said = ckptlib("ls", "s3://bucket/run7")
     assert (said.code, said.out) == (2, "")
-    assert "s3://bucket/run7: /nowhere/ca.pem is not there: No such file" in said.err
+    assert "s3://bucket/run7: client_kwargs={'verify': '/nowhere/ca.pem'}: No such file" in said.err
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
