@@ -118,15 +118,20 @@ def evict(directory: Path) -> float:
     """Drops all files below from the page cache; returns the fraction of their pages that are still there."""
     resident = total = 0
     for path in directory.rglob("*"):
-        if path.is_file() and path.stat().st_size:
+        if not path.is_file():
+            continue
+        try:
             fd = os.open(path, os.O_RDONLY)
-            try:
+        except FileNotFoundError:  # a writer that finishes beside this gave it its name
+            continue
+        try:
+            if nbytes := os.fstat(fd).st_size:
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                here, pages = _resident(fd, path.stat().st_size)
-            finally:
-                os.close(fd)
-            resident, total = resident + here, total + pages
+                here, pages = _resident(fd, nbytes)
+                resident, total = resident + here, total + pages
+        finally:
+            os.close(fd)
     return resident / max(total, 1)
 
 
