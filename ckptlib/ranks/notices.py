@@ -98,7 +98,7 @@ class Notices:
         try:
             if store is not None and store.check([key]):
                 self._found = key, store.get(key).decode()
-        except Exception as error:
+        except Exception as error:  # as in `_set`
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:

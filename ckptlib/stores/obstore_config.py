@@ -237,9 +237,8 @@ def _has_files() -> bool:
     """Returns whether there are files of ~/.aws, or of the variables that name others."""
     usual = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     files = [os.environ.get(name, place) for name, place in usual.items()]
-    return any(
-        map(os.path.exists, map(os.path.expanduser, files))
-    )  # unchanged if no home is known: pathlib would raise
+    files = [*map(os.path.expanduser, files)]  # unchanged if no home is known: pathlib would raise
+    return any(map(os.path.exists, files))
 
 
 def _configured_endpoint(profile: str | None) -> dict[str, str]:

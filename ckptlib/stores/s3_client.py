@@ -194,7 +194,7 @@ class S3Client:
                 return False
             try:
                 found = await AioSession(**self._fs.kwargs).get_credentials()
-            # somebody is writing the file, or its program
+            # somebody is writing the file, or the program that it names fails
             except (BotoCoreError, OSError, ValueError, AttributeError, TypeError):
                 return False
             if found is None:
