@@ -195,13 +195,14 @@ class TrainingSteps:
             due.skip(to_store)
             return None
         self._turns.tuning.note_saved(to_store)
+        inline = due.inline or word.inline
         order = SaveOrder(
             self._state,
             step,
             self._turns.with_interval(metrics),
             to_store=to_store,
             compare=compare,
-            overlap=without_overlap if due.inline or word.inline else self._earned,
+            overlap=self._earned if self._session.snapshots.overlap and not inline else without_overlap,
             drains=to_store and self._session.tier.decide(step, word, must=bool(last)),
         )
         taken = self._attempts.make(step, to_store, lambda: save_step(self._session, order))

@@ -96,7 +96,8 @@ class Attempts:
         torn = self._session.snapshots.take_torn()
         if torn is None or torn.staging is None or torn.staging.error is None:
             return
-        log.warning("%s; another snapshot is taken as soon as possible, without overlap", torn.staging.error)
+        later = "" if self._session.snapshots.overlap else "; so are all later ones, since one after the other was torn"
+        log.warning("%s; another snapshot is taken as soon as possible, without overlap%s", torn.staging.error, later)
         self._session.listener.tell(Torn(torn.step, torn.staging.error))
         self._due.owe(torn.persists, inline=True)
         if self.last is not None and self.last.staging is torn.staging:

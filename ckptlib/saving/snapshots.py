@@ -25,6 +25,9 @@ from ckptlib.staging.stager import COPY_TIMEOUT_S, CopyJob, Staging
 
 log = logging.getLogger(__name__)
 
+MOST_TORN = 3
+"""How many snapshots in a row may be torn before none is copied behind the fence any more."""
+
 RECLAIM_EVERY_S = 1.0
 """How often a job checks whether the writers of the job before have let go of its slots."""
 
@@ -101,6 +104,8 @@ class Snapshots:
         self.tell: Callable[[Event], None] = lambda event: None
         """Called with each event of a snapshot."""
         self._torn: InFlight | None = None
+        self._num_torn = 0
+        """How many in a row, of those that were copied behind the fence, were torn."""
 
     # Snapshots
 
@@ -154,8 +159,11 @@ class Snapshots:
                     self.tell(staged(begun.staging))
                     self.arena.mark_ready(begun.staging.slot, begun.step)
                     self._unkept = False
+                    if begun.staging.overlapped:
+                        self._num_torn = 0
                 elif isinstance(begun.staging.error, TornSnapshot):
                     self._torn = begun
+                    self._num_torn += 1
                 elif not begun.persists:  # else the writer tells of it
                     assert begun.staging.error is not None
                     self.tell_unkept(begun.step, begun.staging.error)
@@ -177,6 +185,12 @@ class Snapshots:
         """Returns the last snapshot that was found torn since the last call."""
         torn, self._torn = self._torn, None
         return torn
+
+    @property
+    def overlap(self) -> bool:
+        """Whether to copy anything behind the fence: not once snapshot after snapshot was torn, each of which costs
+        another one."""
+        return self._num_torn < MOST_TORN
 
     def make_room(self) -> None:
         """Adds a slot if one is missing: a snapshot was due, and some rank had no slot for it.

@@ -16,6 +16,7 @@ from ckptlib.staging.gathered import Gathered, nbytes_of, stretches_of
 from ckptlib.staging.pair import Pair
 from ckptlib.staging.pieces import Pieces
 from ckptlib.staging.prepared_copies import Across, DeviceWork, Inside, Places, Round, Samples
+from ckptlib.staging.watch import Counts
 from ckptlib.staging.windows import Windows
 from ckptlib.state.raw_bytes import copyable
 
@@ -39,6 +40,7 @@ class Pairs:
         self.all, self._beside = pairs, beside
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
+        self.counts = Counts([pair.source.name for pair in self.late], [pair.source.tensor for pair in self.late])
         now = [pair for pair in pairs if pair.movable and not pair.late]
         self.large = [pair for pair in now if pair.large]
         small = [pair for pair in now if not pair.large]

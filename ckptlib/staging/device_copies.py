@@ -18,6 +18,7 @@ from ckptlib.staging.copies import Pairs
 from ckptlib.staging.pinned_ring import Ring
 from ckptlib.staging.prepared_copies import Across, DeviceWork
 from ckptlib.staging.spare_memory import Body, Spare, Spares
+from ckptlib.staging.watch import Counts
 from ckptlib.state.raw_bytes import bytes_of, dense
 
 
@@ -72,6 +73,11 @@ class DeviceCopies:
                 work.samples.take()
                 _enqueue(work.then)
             self._linked = lane.link.record_event()
+
+    @property
+    def counts(self) -> list[Counts]:
+        """The counts of the writes to what is copied behind the fence."""
+        return [work.samples.counts for work in (*self._free, *self._ringed)]
 
     @property
     def read(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ckptlib.staging.copies import Pairs
 from ckptlib.staging.pieces import Scratch
+from ckptlib.staging.watch import Counts
 
 
 class HostCopies:
@@ -21,6 +22,10 @@ class HostCopies:
     def __bool__(self) -> bool:
         """Returns whether there are any copies to make."""
         return bool(self._parts)
+
+    @property
+    def counts(self) -> list[Counts]:
+        return [part.counts for part in self._parts]
 
     def move(self) -> None:
         """Makes the copies. On the staging thread."""

@@ -16,6 +16,7 @@ import torch
 from ckptlib.devices import accelerator
 from ckptlib.devices.cuda import stretches
 from ckptlib.staging.pinned_ring import Move
+from ckptlib.staging.watch import Counts
 from ckptlib.state.raw_bytes import bytes_of, dense, is_bytes
 
 MOVE_BYTES = 64 << 20
@@ -126,6 +127,7 @@ class Samples:
     def __init__(self, names: list[str], places: Places, device: torch.device | None, on_device: bool) -> None:
         """`on_device`: whether the targets are in memory of `device`; else they are sampled on the host."""
         self.names, self._on_device = names, on_device
+        self.counts = Counts(names, places.sources)
         self._sources = [bytes_of(source) for source in places.sources]
         self._targets = [bytes_of(target) for target in places.targets]
         self._windows: list[_Windows] = []

@@ -35,6 +35,7 @@ from ckptlib.staging.pair import CopySource
 from ckptlib.staging.pieces import Scratch
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.spare_memory import Body
+from ckptlib.staging.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,10 @@ class Staging:
         """Seconds that threads waited for that copy."""
         self.device_copies: list[DeviceCopies] = []
         """Copies in flight on devices."""
+        self.watch = Watch([])
+        """Watches what is copied behind the fence until nobody has to wait any more."""
+        self.overlapped = False
+        """Whether anything is copied behind the fence."""
         self.check = compared(content.header.number)
         """This rank's check of what others hold, too; known when the snapshot is sealed."""
         self._copied = threading.Event()
@@ -128,6 +133,8 @@ class Staging:
         began = time.perf_counter()
         for copies in self.device_copies:
             copies.hold_compute()
+        if self.device_copies:  # the caller writes as soon as this returns, when they may not have ended
+            self.watch.look()
         copied = self._copied.wait(COPY_TIMEOUT_S)
         self.fence_s += time.perf_counter() - began
         if not copied:
@@ -136,7 +143,10 @@ class Staging:
     @property
     def copied(self) -> bool:
         """Whether nobody has to wait any more, on any stream, before writing to the sources."""
-        return self._copied.is_set() and (self.done or all(copies.read for copies in self.device_copies))
+        copied = self._copied.is_set() and (self.done or all(copies.read for copies in self.device_copies))
+        if copied:
+            self.watch.look()
+        return copied
 
     @property
     def done(self) -> bool:
@@ -230,6 +240,8 @@ class Stager:
         for begun in self._devices.begin(copied, spare):
             staging.device_copies.append(begun)
         host_copies = HostCopies(parts, self._random, self._scratch)
+        counts = [counts for copies in staging.device_copies for counts in copies.counts] + host_copies.counts
+        staging.watch, staging.overlapped = Watch(counts), any(some.names for some in counts)
         waits = host_copies or any(copies.driven for copies in staging.device_copies)
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
@@ -275,10 +287,12 @@ class Stager:
             finally:
                 staging.seconds = time.perf_counter() - began
                 host_copies.clear()
+                if not staging.device_copies:
+                    staging.watch.look()
                 staging._copied.set()
                 # all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
                 written = [name for copies in staging.device_copies for name in copies.finish()]
-            _raise_torn(staging.step, written)
+            _raise_torn(staging.step, written or staging.watch.written)
             if reading is not None:
                 staging.check = reading.finish(staging.content.header.rank)
             _seal(staging)
@@ -286,6 +300,7 @@ class Stager:
             staging.error = error
         if reading is not None:
             reading.let_go()
+        staging.watch.look()  # to let go, if nobody has looked because the snapshot failed
         self._on_sealed(staging)
         staging._sealed.set()  # last: a process that waited may be killed at once; the writer has its order
 

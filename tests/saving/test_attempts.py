@@ -21,7 +21,7 @@ class Session:
     def __init__(self) -> None:
         self.differing: list[Ballot] = []
         self.torn: InFlight | None = None
-        self.snapshots = SimpleNamespace(take_torn=lambda: self.torn)
+        self.snapshots = SimpleNamespace(take_torn=lambda: self.torn, overlap=True)
         self.verdicts = SimpleNamespace(take_differing=lambda: self.differing)
         self.listener = SimpleNamespace(tell=lambda event: None)
 
