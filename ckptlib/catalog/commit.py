@@ -205,11 +205,12 @@ class Committer:
         seconds_left: Callable[[], float],
         usual_s: float = 0.0,
         left: bool = False,
-        given_up: Callable[[], int | None] = lambda: None,
+        given_up: Callable[[], Mapping[int, str]] = dict,
     ) -> Manifest:
         """Waits for a part of every rank, then commits. `usual_s`: seconds that this rank took for its own share.
         `left`: as for `commit`; failures that ranks have published do not end the wait early, then. `given_up`: returns
-        a rank that has said, past the store, that its share failed; it may have put its part all the same.
+        the ranks that have said, past the store, that their share failed, and why; they may have put their parts all
+        the same.
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
@@ -221,7 +222,7 @@ class Committer:
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
-            lost = given_up()  # before the parts are listed: its part may have come last
+            told = given_up()  # before the parts are listed: one of these ranks may have put its part last
             found = self.catalog.parts(save)
             names, missing = choose_parts(found, world_size)
             if unswept and missing and 0 in found:
@@ -230,10 +231,12 @@ class Committer:
                 raise_if_failed(self.catalog, save, found, final=taken_over)
             if not missing:
                 return self.commit(save, names, elapsed, left)
-            if seconds_left() <= 0 or lost in missing:
+            lost = [rank for rank in missing if rank in told]
+            if seconds_left() <= 0 or lost:
                 raise_if_failed(self.catalog, save, found, final=False)
                 who = f"{len(missing)} of {world_size} ranks: {listed(missing, 16)}"
-                raise SaveFailed(f"step {save.step}: no part came from {who}")
+                why = f"; rank {lost[0]} failed: {told[lost[0]]}" if lost else ""
+                raise SaveFailed(f"step {save.step}: no part came from {who}{why}")
             if time.monotonic() >= next_check:
                 check_may_commit(self.catalog, save)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S

@@ -49,31 +49,29 @@ class Notices:
     def leave(self, notice: str) -> None:
         """Leaves a notice, of one line. It is found soon, unless the store is gone."""
         self._left.append(notice)
-        self._tell(self._name, "\n".join(self._left))
+        self._have(partial(self._put, self._name, "\n".join(self._left)))
 
     def look(self) -> tuple[str, ...]:
         """Returns the last notices that are known by now, oldest first. Does not wait, but has a thread look."""
         return tuple(self._known(self._name).splitlines())
 
     def give_up(self, save: str, why: str) -> None:
-        """Tells rank 0 why this rank gave up its share of a save. If several do, rank 0 finds one of them."""
-        self._tell(f"{self._name}/{save}", why)
+        """Tells rank 0, in one line, why this rank gave up its share of a save. Rank 0 finds what each rank told."""
+        self._have(partial(self._put, f"{self._name}/{save}", why + "\n", adds=True))
 
-    def given_up(self, save: str) -> str | None:
-        """Returns why a rank gave up its share of a save, as far as is known by now; None if none did. Looks as `look`
-        does."""
-        return self._known(f"{self._name}/{save}") or None
+    def given_up(self, save: str) -> tuple[str, ...]:
+        """Returns why ranks gave up their shares of a save, as far as is known by now. Looks as `look` does."""
+        return tuple(self._known(f"{self._name}/{save}").splitlines())
 
-    def _tell(self, key: str, text: str) -> None:
-        """Does not wait: a look may be waiting for the store, whose client asks one thing at a time."""
-        if self._store is not None:
-            self._have(partial(self._set, key, text))
-
-    def _set(self, key: str, text: str) -> None:
+    def _put(self, key: str, text: str, adds: bool = False) -> None:
+        """Puts a text under the key, or adds it to what is there."""
         store = self._store
         if store is not None:
             try:
-                store.set(key, text)
+                if adds:
+                    store.append(key, text)  # type: ignore[attr-defined]  # missing in torch's stubs
+                else:
+                    store.set(key, text)
             except Exception as error:  # of whatever class: the thread must go on, and torch has stores in Python
                 self._lose(error)
 
@@ -86,7 +84,10 @@ class Notices:
         return text if found_under == key else ""
 
     def _have(self, job: Job) -> None:
-        """Has the thread do a job."""
+        """Has the thread do a job. Does not wait: a look may be waiting for the store, whose client asks one thing at a
+        time."""
+        if self._store is None:
+            return
         self._thread = self._thread or JobThread("notices")
         try:
             self._thread.put(job)
@@ -98,7 +99,7 @@ class Notices:
         try:
             if store is not None and store.check([key]):
                 self._found = key, store.get(key).decode()
-        except Exception as error:  # as in `_set`
+        except Exception as error:  # as in `_put`
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:

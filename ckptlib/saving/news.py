@@ -52,20 +52,16 @@ class News:
         told = (json.loads(notice) for notice in self._notices.look())
         return next((event for event in told if event["save"] == save), None)
 
-    def given_up(self, save: str) -> tuple[int, str] | None:
-        """Returns another rank whose share of a save failed, and why, if that rank has said so. Returns at once. For
-        rank 0, about the save that it is about to commit."""
+    def given_up(self, save: str) -> Mapping[int, str]:
+        """Returns the other ranks that have said that their share of a save failed, and why. Returns at once. For rank
+        0, about the save that it is about to commit."""
         now = time.monotonic()
         if save != self._awaited:
             self._awaited, self._looks_at = save, now + GIVEN_UP_EVERY_S
         if now < self._looks_at:
-            return None
+            return {}
         self._looks_at = now + GIVEN_UP_EVERY_S
-        why = self._notices.given_up(save)
-        if why is None:
-            return None
-        rank, error = json.loads(why)
-        return rank, error
+        return dict(json.loads(told) for told in self._notices.given_up(save))
 
     def looks(self, timeout_s: float) -> Looks:
         """Returns the schedule by which this rank asks the store from now on."""

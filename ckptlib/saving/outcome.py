@@ -143,9 +143,8 @@ class Outcomes:
             if self._wanted:
                 self._ask_for_wanted()
             if self._rank == 0 and (save := self._writer.commits_next) is not None:
-                given_up = self._news.given_up(save)
-                if given_up is not None:
-                    self._writer.stop_waiting(save, *given_up)
+                for rank, why in self._news.given_up(save).items():
+                    self._writer.stop_waiting(save, rank, why)
 
     def note(self, event: Mapping[str, object]) -> None:
         """Takes in one event of the writer. An event that was seen of another rank's save says nothing of this rank's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -60,8 +60,8 @@ class Commits:
         """Bytes of the packs of the last step."""
         self._undecided: dict[SaveId, Elapsed] = {}
         """Time since this rank first heard of each save."""
-        self._given_up: tuple[SaveId, int, str] | None = None
-        """The last save that another rank gave up, that rank, and why."""
+        self._given_up: tuple[SaveId | None, Mapping[int, str]] = None, {}
+        """The last save that other ranks gave up, these ranks, and why."""
 
     def expect(self, save: SaveId) -> None:
         """Notes that the save has begun."""
@@ -80,7 +80,7 @@ class Commits:
 
     def stop_waiting(self, save: SaveId, rank: int, why: str) -> None:
         """Notes that a rank gave up its share of the save: its commit waits no longer for that one's part."""
-        self._given_up = save, rank, why
+        self._given_up = save, {**self._told_of(save), rank: why}
 
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
         """Queues a wait for another rank's commit, whose outcome the trainer is then told."""
@@ -98,7 +98,7 @@ class Commits:
         if again:
             self.committer.doubt(save)
         left, usual_s = partial(self._trainer.seconds_left, began), time.monotonic() - began
-        given_up = partial(self._rank_given_up, save)
+        given_up = partial(self._told_of, save)
         once = partial(self.committer.commit_when_whole, save, self._world_size, left, usual_s, given_up=given_up)
         commit = partial(self._once_more, save, once)
         try:
@@ -106,9 +106,7 @@ class Commits:
             with self._watchdog.work("commit", save, end, since=began):
                 manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
-            in_doubt, why = self.committer.may_have_put(save), self._why_given_up(save)
-            if why is not None and type(error) is SaveFailed and why not in str(error):
-                error = SaveFailed(f"{error}; {why}")
+            in_doubt = self.committer.may_have_put(save)
             self._failures.give_up(save, error, in_doubt, is_put=True)  # the other ranks still wait for the step
             self._undecided.pop(save, None)
             if in_doubt and self._sweeper is not None:
@@ -131,14 +129,10 @@ class Commits:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
         self._make_room(save)
 
-    def _rank_given_up(self, save: SaveId) -> int | None:
-        given_up = self._given_up
-        return None if given_up is None or given_up[0] != save else given_up[1]
-
-    def _why_given_up(self, save: SaveId) -> str | None:
-        """Returns what a rank has said of a save that it gave up; None if none has."""
-        given_up = self._given_up
-        return None if given_up is None or given_up[0] != save else f"rank {given_up[1]} failed: {given_up[2]}"
+    def _told_of(self, save: SaveId) -> Mapping[int, str]:
+        """Returns the ranks that have given up their shares of the save, and why."""
+        of, ranks = self._given_up
+        return ranks if of == save else {}
 
     def _once_more(self, save: SaveId, commit: Callable[[], Manifest]) -> Manifest:
         """Calls `commit`, and once more if its manifest may be there though the store failed. Raises as it does."""

@@ -114,4 +114,12 @@ def test_stores_of_other_kinds(tmp_path: object) -> None:
         rank0, rank1 = Notices(store, "job", 2), Notices(store, "job", 2)
         rank0.leave("first")
         assert found(rank1, bool) == ("first",)
-        rank1.close()
+        for why in ("away", "full"):
+            rank1.give_up("a", why)
+        deadline = time.monotonic() + PATIENCE_S
+        while len(told := rank0.given_up("a")) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert told == ("away", "full")
+        for rank in (rank0, rank1):
+            rank.close()

@@ -134,6 +134,23 @@ def test_a_rank_that_is_slow_is_waited_for_if_the_part_of_the_one_that_gave_up_i
         assert [event["event"] for event in heard.receive(0)] == ["committed"]
 
 
+def test_each_rank_that_gave_up_ends_the_wait_for_its_own_part(tmp_path: Path) -> None:
+    """Of two, the one that told last has put its part all the same; rank 0 waited for the other's until the end."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    generation = make_generation(catalog)
+    earlier, _ = put_parts(catalog, generation, 10, state(10), 2)
+    save, names = put_parts(catalog, generation, 20, state(20), 2)
+    catalog.store.delete(names[0].key)
+    with commits_of(catalog, 0) as (commits, heard):
+        commits.stop_waiting(earlier, 1, "it was full before")
+        for rank, why in ((0, "away"), (1, "no answer")):
+            commits.stop_waiting(save, rank, why)
+        commits.put(save, time.monotonic())
+        commits.finish()
+        [event] = heard.receive(0)
+    assert event["error"] == "step 20: no part came from 1 of 2 ranks: 0; rank 0 failed: away"
+
+
 @contextmanager
 def commits_of(
     catalog: Catalog,
