@@ -7,6 +7,7 @@ Listing and reading are in `catalog`; the conditions for a whole set of parts, i
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 
 HEAD_EVERY_S = 10.0
 """How often a committer that waits for parts asks an object store whether its job was superseded."""
+
+TELL_AFTER_S = 300.0
+"""How long a committer waits for parts before it says whose: longer than ranks usually differ."""
 
 SHARES_KEPT = 4
 """How many parts are kept while replicas are compared, rank by rank."""
@@ -221,6 +225,7 @@ class Committer:
         unswept = taken_over and not self.catalog.is_there(save.trash_key)
         pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
+        tell_at = time.monotonic() + max(usual_s, min(TELL_AFTER_S, seconds_left() / 2))
         while True:
             told = given_up()  # before the parts are listed: one of these ranks may have put its part last
             found = self.catalog.parts(save)
@@ -232,11 +237,15 @@ class Committer:
             if not missing:
                 return self.commit(save, names, elapsed, left)
             lost = [rank for rank in missing if rank in told]
+            who = f"{len(missing)} of {world_size} ranks: {listed(missing, 16)}"
             if seconds_left() <= 0 or lost:
                 raise_if_failed(self.catalog, save, found, final=False)
-                who = f"{len(missing)} of {world_size} ranks: {listed(missing, 16)}"
                 why = f"; rank {lost[0]} failed: {told[lost[0]]}" if lost else ""
                 raise SaveFailed(f"step {save.step}: no part came from {who}{why}")
+            if time.monotonic() >= tell_at:
+                tell_at = math.inf
+                text = "step %d still waits for the parts of %s; it is given up in %.0f s"
+                log.warning(text, save.step, who, seconds_left())
             if time.monotonic() >= next_check:
                 check_may_commit(self.catalog, save)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S

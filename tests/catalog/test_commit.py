@@ -303,6 +303,20 @@ def test_commit_when_whole_says_why_a_rank_failed_and_takes_its_second_attempt(c
     assert Committer(catalog).commit_when_whole(save, 2, seconds(60)).world_size == 2
 
 
+def test_a_committer_that_waits_says_for_whom(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A host may vanish without a word; rank 0 waits for as long as a save may take, and nobody knew for whom."""
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 3)
+    catalog.store.delete(names[2].key)
+    monkeypatch.setattr(commit, "TELL_AFTER_S", 0.05)
+    with pytest.raises(SaveFailed, match="no part came from 1 of 3 ranks: 2"):
+        Committer(catalog).commit_when_whole(save, 3, seconds(0.4))
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 10 still waits for the parts of 1 of 3 ranks: 2; it is given up in 0 s"
+    ]
+
+
 def test_what_rank_0_has_given_up_is_not_committed_by_its_next_writer(catalog: Catalog) -> None:
     """All parts are there: the word came behind them, and other ranks act upon it. Of a save that nobody has committed
     before, it came before the parts: an import goes on where it failed."""
