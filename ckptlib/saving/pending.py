@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 from ckptlib.errors import SaveFailed
@@ -60,7 +61,7 @@ class Pending:
 
     # The words of concurrent.futures
 
-    def result(self, timeout: float | None = None) -> int:
+    def result(self, timeout: float | timedelta | None = None) -> int:
         """Returns the step, once it exists and is durable. Waits and raises as `wait_committed` does."""
         self.wait_committed(timeout)
         return self.step
@@ -84,35 +85,36 @@ class Pending:
 
     # Waiting
 
-    def wait_staged(self, timeout: float | None = None) -> None:
+    def wait_staged(self, timeout: float | timedelta | None = None) -> None:
         """Returns when the snapshot is whole in memory that outlives this process.
 
-        Raises WaitTimeout after `timeout` seconds, or the error that made the snapshot fail.
+        Raises WaitTimeout after `timeout`, or the error that made the snapshot fail.
         """
-        self._wait(lambda: self._outcomes.wait_staged(self.staging, timeout))
+        timeout_s = None if timeout is None else _seconds(timeout)
+        self._wait(lambda: self._outcomes.wait_staged(self.staging, timeout_s))
 
-    def wait_released(self, timeout: float | None = None) -> None:
+    def wait_released(self, timeout: float | timedelta | None = None) -> None:
         """Returns when this rank's part is durable, or failed, and its slot is free.
 
         Raises SaveFailed if there is no snapshot of it, and WaitTimeout.
         """
-        timeout = self._deadline_s if timeout is None else timeout
-        self._wait(lambda: self._outcomes.wait_released(self._outcome, self.staging, timeout))
+        timeout_s = self._patience_s(timeout)
+        self._wait(lambda: self._outcomes.wait_released(self._outcome, self.staging, timeout_s))
 
-    def wait_local(self, timeout: float | None = None) -> None:
+    def wait_local(self, timeout: float | timedelta | None = None) -> None:
         """With a local tier: returns when this rank's share is durable on its host's disk. Any rank may ask alone.
 
         The step can be restored from local disks when that is so on all ranks. Without one, returns when this rank's
         part is durable in the store. Raises as `wait_committed` does.
         """
-        timeout = self._deadline_s if timeout is None else timeout
-        self._wait(lambda: self._outcomes.wait_local(self._outcome, self.staging, timeout))
+        timeout_s = self._patience_s(timeout)
+        self._wait(lambda: self._outcomes.wait_local(self._outcome, self.staging, timeout_s))
 
-    def wait_committed(self, timeout: float | None = None) -> None:
+    def wait_committed(self, timeout: float | timedelta | None = None) -> None:
         """Returns when the step exists and is durable. Any rank may ask alone.
 
-        Raises SaveFailed when it never will; WaitTimeout after `timeout` seconds (default: the save's deadline), and at
-        once if the Checkpointer is closed and this rank has not heard what became of the save.
+        Raises SaveFailed when it never will; WaitTimeout after `timeout` (seconds or a timedelta; default: the save's
+        deadline), and at once if the Checkpointer is closed and this rank has not heard what became of the save.
         """
         if not self.drains:
             raise SaveFailed(
@@ -120,8 +122,12 @@ class Pending:
                 "was to be drained already (drain=); wait for it with wait_local, or call save for a step that must be "
                 "in the store"
             )
-        timeout = self._deadline_s if timeout is None else timeout
-        self._wait(lambda: self._outcomes.wait_committed(self._outcome, self.staging, timeout))
+        timeout_s = self._patience_s(timeout)
+        self._wait(lambda: self._outcomes.wait_committed(self._outcome, self.staging, timeout_s))
+
+    def _patience_s(self, timeout: float | timedelta | None) -> float:
+        """Returns how long to wait; None: as long as a save may take."""
+        return self._deadline_s if timeout is None else _seconds(timeout)
 
     def _wait(self, wait: Callable[[], None]) -> None:
         """Waits, then runs callbacks: training stands still anyway."""
@@ -138,3 +144,7 @@ class Pending:
             return self.staging.done or all(copies.read for copies in self.staging.device_copies)
         except RuntimeError:  # the device has failed
             return False
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
