@@ -19,7 +19,7 @@ from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, somebody_answers
-from ckptlib.errors import CheckpointNotFound, CkptError
+from ckptlib.errors import CheckpointNotFound, CkptError, ObjectUnreadable
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -86,9 +86,8 @@ def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
         raise
     except UNREADABLE as error:
         others = last([other.step for other in visible if other != save], SHOWN) or "none"
-        raise type(error)(
-            f"step {save.step} is damaged: {error}. Nothing was changed. Other steps: {others}"
-        ) from error
+        what = "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
+        raise type(error)(f"step {save.step} {what}: {error}. Nothing was changed. Other steps: {others}") from error
 
 
 def _ask(catalog: Catalog, save: SaveId, visible: list[SaveId], yes: bool) -> None:

@@ -18,7 +18,7 @@ from ckptlib.errors import StoreDenied, Superseded
 from ckptlib.format.keys import GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import flip_bit
+from ckptlib.stores.testing import flip_bit, write_plan
 
 
 @pytest.fixture
@@ -94,8 +94,19 @@ def test_a_damaged_step_is_refused_with_the_others(ckptlib: Ckptlib, old: LocalS
     before = files(old.url)
     said = ckptlib("rewind", old.url, 3)
     assert said.code == 1
+    assert "step 3 is damaged: " in said.err
     assert "Nothing was changed. Other steps: 1, 2, 4, 5" in said.err
     assert files(old.url) == before
+
+
+def test_a_step_that_cannot_be_read_is_not_told_as_damaged(ckptlib: Ckptlib, old: LocalStore) -> None:
+    """As where the user of the command may not read what the job has put."""
+    url = f"fault+{old.url}?plan={path_of(old).parent / 'plan'}"
+    write_plan(path_of(old).parent / "plan", [{"op": "get", "key": "^steps/0+3-", "action": "unreadable", "nth": 0}])
+    said = ckptlib("rewind", url, 3)
+    assert said.code == 1
+    assert "step 3 cannot be read: " in said.err
+    assert "Nothing was changed. Other steps: 1, 2, 4, 5" in said.err
 
 
 def test_a_job_that_may_be_running_is_not_superseded_unasked(ckptlib: Ckptlib, made: LocalStore) -> None:
