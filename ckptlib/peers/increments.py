@@ -16,7 +16,9 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from ckptlib.codecs.optimizer_step import MAX_ELEMENTS
 from ckptlib.errors import FormatError
 from ckptlib.format.body_layout import ALIGN_FROM_BYTES
 from ckptlib.format.digests import XXH3, digester
+from ckptlib.jobs import Given, JobThread, Result, fulfil
 from ckptlib.pages import round_up
 from ckptlib.peers.parameters import Span
 from ckptlib.peers.ranges import ByteRange, Ranges, joined, without
@@ -116,11 +119,11 @@ def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes,
     under_way: deque[Callable[[], None]] = deque()
     sent = 0
     # in a separate thread: gloo's sends wait while gloo's own thread hands bytes to the kernel
-    with ThreadPoolExecutor(1, "ckptlib-encode") as encoder:
-        coming = encoder.submit(next, frames, None)
+    with _thread_for("encode", lambda: next(frames, None)) as encode:
+        coming = encode()
         try:
             while (pair := coming.result()) is not None:
-                coming = encoder.submit(next, frames, None)
+                coming = encode()
                 while len(under_way) >= 2 * IN_FLIGHT:
                     under_way.popleft()()
                 under_way.extend(link.begin_send(to, memoryview(part), tag) for part in pair)
@@ -142,7 +145,7 @@ def receive_increments(
     heads = [bytearray(HEAD.size) for _ in range(2)]
     coming = link.begin_recv(frm, memoryview(heads[0]), tag) if expected else None
     decoding: Future[FormatError | None] | None = None
-    with ThreadPoolExecutor(1, "ckptlib-decode") as decoder:
+    with _thread_for("decode", partial(_try, decode)) as begin:
         for n, stretch in enumerate(expected):
             assert coming is not None
             coming()
@@ -155,8 +158,32 @@ def receive_increments(
                 coming = link.begin_recv(frm, memoryview(heads[(n + 1) % 2]), tag)
             arrives()
             damage = damage or (None if decoding is None else decoding.result())
-            decoding = None if damage else decoder.submit(_try, decode, how, frame, stretch)
+            decoding = None if damage else begin(how, frame, stretch)
     return damage or (None if decoding is None else decoding.result())
+
+
+@contextmanager
+def _thread_for(name: str, call: Callable[Given, Result]) -> Iterator[Callable[Given, Future[Result]]]:
+    """Yields a function that has a thread make this call. Returns when all of the calls have ended.
+
+    If the system has no thread more, whoever asks makes the call: to give up here would leave the other rank in the
+    middle of a transfer.
+    """
+    thread = JobThread(name)
+
+    def begin(*args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
+        future: Future[Result] = Future()
+        job = partial(fulfil, future, partial(call, *args, **kwargs))
+        try:
+            thread.put(job)
+        except RuntimeError:
+            job()
+        return future
+
+    try:
+        yield begin
+    finally:
+        thread.finish()
 
 
 def _try(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from support import ROOT_ID, layout_of, shards_of
 from workers import rank_slots
+from workers.no_threads import NO_STACK
 
 from ckptlib.codecs.update_rules import Adam, Lion, Momentum, Nesterov
 from ckptlib.errors import AgreementFailed, FormatError
@@ -25,7 +27,7 @@ from ckptlib.format.layout import Layout
 from ckptlib.peers import increments
 from ckptlib.peers.increment_receiver import StepReceiver
 from ckptlib.peers.increment_sender import NO_BASE, StepSender
-from ckptlib.peers.increments import RAW, STEP, Base, Stretch, beside, receive_increments, stretches
+from ckptlib.peers.increments import RAW, STEP, Base, Stretch, beside, receive_increments, send_increments, stretches
 from ckptlib.peers.parameters import ADAM, DTYPE, LION, OTHER, SEVERAL, SGD, SMALL, Span, find_parameters
 from ckptlib.peers.ranges import MAX_RANGES, ByteRange, everything
 from ckptlib.peers.update_guesses import guesses
@@ -282,4 +284,29 @@ def test_frames_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(AgreementFailed, match=f"{nbytes:,} bytes for an increment of 800"):
             receive(wire, expected, receiver, slot)
         assert wire.broken
+    slot.close()
+
+
+class EchoingWire(Wire):
+    """Keeps what is sent, as the messages that come."""
+
+    def begin_send(self, to: int, buffer: memoryview, tag: int) -> Callable[[], None]:
+        self.messages.append(bytes(buffer))
+        return lambda: None
+
+
+def test_where_the_system_has_no_thread_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that gave up here would leave the other in the middle of a transfer, which takes the next one's first
+    message for the rest, and gloo ends the process in which a message is longer than expected."""
+    monkeypatch.setattr(increments, "STRETCH", 100)
+    slot, wire = Slot.create(tmp_path, "slot", 1 << 20), EchoingWire()
+    expected = [*stretches([(Span(0, 0, 1000, "float32"), Span(1, 4096, 1000, "float32"))])]
+    frames = [(head(RAW, s.nbytes), bytes([n + 1]) * s.nbytes) for n, s in enumerate(expected)]
+    before = threading.stack_size(NO_STACK)
+    try:
+        assert send_increments(wire, 1, 0, iter(frames)) == 2000 + 3 * 5  # type: ignore[arg-type]
+        assert receive(wire, expected, StepReceiver(), slot) is None
+    finally:
+        threading.stack_size(before)
+    assert bytes(slot.body[:1000]) == b"\1" * 400 + b"\2" * 400 + b"\3" * 200
     slot.close()
