@@ -17,15 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Concatenate
 
 import torch.distributed as dist
-from typing_extensions import override
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom, WaitTimeout
 from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
-from ckptlib.jobs import Job, JobThread
+from ckptlib.jobs import Given, JobThread
 from ckptlib.pages import round_up
 from ckptlib.peers.increment_receiver import StepReceiver
 from ckptlib.peers.increment_sender import StepSender
@@ -127,8 +127,8 @@ class Replicator:
         self._peers = peers
         self._arenas = {origin: make_arena() for origin in placement.origins(rank)}
         self._readers = {origin: SnapshotReader() for origin in self._arenas}
-        self._senders = {to: _Stream(f"to-{to}") for to in placement.holders[rank]}
-        self._receivers = {origin: _Stream(f"from-{origin}") for origin in self._arenas}
+        self._senders = {to: JobThread(f"to-{to}") for to in placement.holders[rank]}
+        self._receivers = {origin: JobThread(f"from-{origin}") for origin in self._arenas}
         coded = peers.link == OPTIMIZER
         self._sent = {to: StepSender() for to in self._senders if coded}
         self._held = {origin: StepReceiver() for origin in self._receivers if coded}
@@ -180,10 +180,10 @@ class Replicator:
             if link is None:
                 outcome.note(sealed=False)
             else:
-                sender.put(partial(self._send, link, to, now, staging, outcome))
+                sender.put(partial(_guarded, link, self._send, to, now, staging, outcome))
         for origin, receiver in self._receivers.items():
             if link is not None:
-                receiver.put(partial(self._receive, link, origin, now, filled.get(origin)))
+                receiver.put(partial(_guarded, link, self._receive, origin, now, filled.get(origin)))
         return outcome
 
     def _filled(self, twin: CopyJob, staging: Staging) -> _Filled:
@@ -328,7 +328,7 @@ class Replicator:
             took = timedelta(seconds=time.monotonic() - began)
             self._connect_within = min(max(RECONNECT, 4 * took), self._peers.timeout)
 
-    def _streams(self) -> list[_Stream]:
+    def _streams(self) -> list[JobThread]:
         return [*self._senders.values(), *self._receivers.values()]
 
     def close(self, clean: bool) -> None:
@@ -385,16 +385,9 @@ class _Filled:
         return [ByteRange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
-class _Stream(JobThread):
-    """One direction of a pair of ranks."""
-
-    @override
-    def put(self, job: Job) -> None:
-        super().put(partial(_guarded, job))
-
-
-def _guarded(job: Job) -> None:
+def _guarded(link: Link, job: Callable[Concatenate[Link, Given], None], *args: Given.args, **kw: Given.kwargs) -> None:
     try:
-        job()
-    except Exception:  # it is a bug, but not one to leave the other ranks waiting for this one
+        job(link, *args, **kw)
+    except Exception:  # a bug, or no memory: the other end would take the next message for one that did not come
         log.exception("a replica failed")
+        link.cut()

@@ -155,7 +155,7 @@ class Link:
 
     def give_up(self, peer: int, why: str) -> AgreementFailed:
         """Returns the error for a peer whose next message can no longer be told: all connect anew."""
-        self.broken = True
+        self.cut()
         return AgreementFailed(
             f"the link to rank {self._ranks[peer]} is given up on rank {self._ranks[self.rank]}: {why}"
         )

@@ -46,6 +46,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
+        self.num_cuts = 0
         self.failed = threading.Event()
         self.free = threading.Event()
         """Nothing is sent before it is set."""
@@ -58,6 +59,9 @@ class Wire:
     def recv(self, frm: int, buffer: memoryview, tag: int) -> None:
         self.failed.set()
         raise AgreementFailed("the peer is gone")
+
+    def cut(self) -> None:
+        self.num_cuts += 1
 
 
 class Bench:
@@ -132,6 +136,24 @@ def test_what_came_damaged_says_nothing_of_what_this_rank_has_itself(tmp_path: P
     seal(bench.staging)
     until(lambda: bench.replicator.calm)
     assert bench.replicator._unlike == set()
+
+
+def test_what_fails_in_the_middle_ends_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a rank takes the next message for the one that did not come, and gloo aborts the process that gets a
+    longer one than it expects."""
+    bench = Bench(tmp_path)
+
+    def no_memory(*args: Any) -> None:
+        raise MemoryError
+
+    for what in ("send_slot", "receive_slot"):
+        monkeypatch.setattr(replicator, what, no_memory)
+    bench.staging.slot.write_header(HEADER)
+    seal(bench.staging)
+    fate = bench.begin([])
+    until(lambda: fate.settled and bench.replicator.calm)
+    assert fate.failed
+    assert bench.wire.num_cuts == 2
 
 
 def test_one_that_is_let_go_leaves_no_thread(tmp_path: Path) -> None:
