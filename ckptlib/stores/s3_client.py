@@ -167,15 +167,16 @@ class S3Client:
                 return result
             except Exception as error:
                 self.was_there |= isinstance(error, ClientError)
+                meaning, is_renewed = meaning_of(error), False
                 if self._looks_up and code_of(error) in STALE:
                     looking = Progress(io_limits.IDLE_S)
-                    if await _watched(self._is_renewed(renewals), looking, call.deadline):
-                        continue
-                meaning = meaning_of(error)
-                if not meaning.passes:
+                    is_renewed = await _watched(self._is_renewed(renewals), looking, call.deadline)
+                if not (meaning.passes or is_renewed):
                     raise
                 is_wrong = meaning.is_nowhere and not self.was_there
                 wait_s = retries.wait_s(min(io_limits.NOWHERE_S, io_limits.RETRY_S) if is_wrong else None)
+                if wait_s is None and is_renewed:  # a program for credentials may print others each time
+                    raise
                 if wait_s is None:
                     tries = f"gave up after {retries.elapsed_s:.1f} s, {retries.failures} tries: "
                     raise StoreTimeout(self._told(call, error, tries)) from self._secrets.harmless(error)

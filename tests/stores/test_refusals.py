@@ -254,6 +254,23 @@ def test_a_program_that_gives_none_again_does_not_hide_the_refusal(
         store.put("b", b"data")
 
 
+def test_a_program_that_gives_others_each_time_that_are_all_refused(
+    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Session tokens of Amazon for another server, say: each call of the program makes some."""
+    monkeypatch.setattr(io_limits, "RETRY_S", 1.0)
+    program = credentials.with_name("program")
+    program.write_text(f"#!/bin/sh\ncat << END\n{json.dumps({**KEYS, 'AccessKeyId': 'of-$$'})}\nEND\n")
+    program.chmod(0o700)
+    credentials.with_name("config").write_text(f"[default]\nregion = us-east-1\ncredential_process = {program}\n")
+    server.answer = 403, "InvalidAccessKeyId"
+    with open_store("s3://bucket/run", {"client": client, "endpoint_url": server.url}) as store:
+        with at_most(AT_ONCE_S), pytest.raises(StoreDenied, match=r"InvalidAccessKeyId.*correct"):
+            store.put("a", b"data")
+        server.answer = None
+        store.put("a", b"data")
+
+
 @pytest.mark.parametrize("client", ["obstore"], indirect=True)
 def test_a_role_that_is_not_given(
     server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
