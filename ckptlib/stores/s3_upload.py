@@ -103,9 +103,9 @@ async def _found(client: S3Client, call: Call) -> dict[str, Any] | None:
 
 async def _holds(client: S3Client, call: Call, data: Body) -> bool:
     """Whether the object is what we put: then the answer to an earlier try was lost, and this one found its object."""
-    answer = await client.ask(call, "get_object", {"Key": client.prefix + call.key})
-    there = await asyncio.wait_for(answer["Body"].read(), io_limits.IDLE_S + data.nbytes / io_limits.SLOWEST_BPS)
-    return bool(there == b"".join(data.views))
+    chunks: list[bytes] = []
+    await Reading(client, replace(call, doing="get"), 0, None, lambda at, chunk: chunks.append(chunk)).run()
+    return b"".join(chunks) == b"".join(data.views)
 
 
 class Upload:

@@ -21,6 +21,7 @@ from places import ROOT
 from ckptlib.errors import ObjectExists, ObjectNotFound, StoreDenied, StoreError, StoreTimeout
 from ckptlib.stores import Store, open_store
 from ckptlib.stores import s3_client as client_module
+from ckptlib.stores.fault_proxy import Rule
 from ckptlib.stores.fsspec import FsspecStore
 from ckptlib.stores.s3 import S3Store, start_after
 
@@ -90,6 +91,16 @@ def test_who_created_it_and_was_not_told(
                 bucket.store.put("a", other, create=True)
         assert bucket.bytes_of("a") == data
         assert bucket.uploads() == []
+
+
+def test_who_created_it_and_looks_for_it_over_a_bad_network(s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_limits(monkeypatch)
+    with bucket_of(s3) as bucket:
+        lost: Rule = {"match": "^PutObject ", "fault": "lost_reply", "count": 1}
+        bucket.proxy.rules([lost, {"match": "^GetObject ", "fault": "truncate", "count": 1, "after": 7}])
+        bucket.store.put("a", b"ten bytes.", create=True)
+        assert [request.op for request in bucket.requests()] == ["PutObject", "PutObject", "GetObject", "GetObject"]
+        assert bucket.bytes_of("a") == b"ten bytes."
 
 
 # -- sums
