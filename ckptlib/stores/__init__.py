@@ -26,11 +26,14 @@ __all__ = [
 _LOCAL = ("file", "local")
 """Schemes of local paths. fsspec knows both, too; its own filesystem flushes nothing and puts nothing whole."""
 
+_THIS_HOST = ("localhost", "127.0.0.1")
+"""Hosts that some programs write into the URL of a local path."""
+
 _S3 = ("s3", "s3a")
 _BUCKETS = (*_S3, "gs", "gcs", "az", "abfs", "abfss")
 _CLIENTS = ("s3fs", "obstore", "fsspec")
 
-_LOST_SLASH = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+(?=:/)|{'|'.join(_BUCKETS)}):/?(?!/)")
+_LOST_SLASH = re.compile(rf"([A-Z][A-Z0-9+.-]+(?=:/)|{'|'.join(_BUCKETS)}):/?(?!/)", re.IGNORECASE)
 """Matches the beginning of a URL that went through pathlib, or of a bucket's without any slash; a drive of Windows has
 one letter."""
 
@@ -73,7 +76,8 @@ def _split(url: str) -> tuple[str, str]:
     if "\0" in url:
         raise ValueError(f"{url!r} has a character NUL, which no path and no URL can have")
     if lost := _LOST_SLASH.match(url):
-        whole = f"{lost[1]}://{'/' if lost[1] in _LOCAL else ''}{url[lost.end() :]}"
+        scheme = lost[1].lower()
+        whole = f"{scheme}://{'/' if scheme in _LOCAL else ''}{url[lost.end() :]}"
         raise ValueError(
             f"{url} would be a directory below {Path.cwd()}: is it {whole}? A URL has two slashes behind its scheme, "
             f"and pathlib makes one of them; pass a URL as a str, or ./{url} if the directory is meant"
@@ -82,12 +86,13 @@ def _split(url: str) -> tuple[str, str]:
     if found and not scheme:  # fsspec would take it for a path
         raise ValueError(f"{url} names no scheme: expected one such as s3://bucket/run7. Is a variable in it not set?")
     scheme, rest = (scheme, rest) if found else ("file", url)
-    if found and scheme in _LOCAL and rest.startswith("localhost/"):
+    host, slash, below = rest.partition("/")
+    if found and scheme in _LOCAL and slash and host.lower() in _THIS_HOST:
         raise ValueError(
-            f"{url} would be below a directory called localhost in {Path.cwd()}: is it {rest.removeprefix('localhost')}"
-            f"? Pass that, or {os.path.abspath(rest)} if the directory is meant"
+            f"{url} would be below a directory called {host} in {Path.cwd()}: is it /{below}? Pass that, or "
+            f"{os.path.abspath(rest)} if the directory is meant"
         )
-    if scheme in _LOCAL and rest.split("/", 1)[0] == "~":
+    if scheme in _LOCAL and host == "~":
         raise ValueError(
             f"{url} would be below a directory called ~ in {Path.cwd()}, since only a shell makes the home directory "
             f"of it: is it {os.path.expanduser(rest)}? Pass that, or {os.path.abspath(rest)} if the directory is meant"
@@ -104,8 +109,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     written yet.
 
     Raises ValueError for a URL that has lost a slash, its scheme or its bucket, for a chain of fsspec's, for a path
-    below "~", for file://localhost/ and for options of which no filesystem can be made; TypeError for options that are
-    no dict.
+    below "~", for file://localhost/ and file://127.0.0.1/, and for options of which no filesystem can be made;
+    TypeError for options that are no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")

@@ -60,6 +60,7 @@ def test_a_path_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (Path("file:///scratch/run"), "file:///scratch/run"),
         ("s3:/bucket", "s3://bucket"),
         ("s3:bucket/run", "s3://bucket/run"),
+        ("S3:Bucket/run", "s3://Bucket/run"),
         ("abfs:container", "abfs://container"),
     ],
 )
@@ -78,14 +79,13 @@ def test_a_url_that_has_lost_slashes_is_no_directory(
     assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
 
 
-def test_the_host_of_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["localhost", "LocalHost", "127.0.0.1"])
+def test_the_host_of_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.chdir(tmp_path)
     for what in (absolute, open_store):
-        with pytest.raises(
-            ValueError, match=r"below a directory called localhost in .*: is it /scratch/run\? Pass that"
-        ):
-            what("file://localhost/scratch/run")
-    assert absolute("localhost/run") == absolute("file://./localhost/run") == f"file://{tmp_path}/localhost/run"
+        with pytest.raises(ValueError, match=rf"below a directory called {host} in .*: is it /scratch/run\? Pass that"):
+            what(f"file://{host}/scratch/run")
+    assert absolute(f"{host}/run") == absolute(f"file://./{host}/run") == f"file://{tmp_path}/{host}/run"
 
 
 @pytest.mark.parametrize("url", ["run\0", "file:///run\0/7"])
