@@ -51,8 +51,11 @@ STALE = {"InvalidAccessKeyId", *s3_codes.RENEW}
 
 _OF_PAGES = {403: {"", "403"}, 404: {"", "404"}}
 """The codes of an answer whose body is not one of S3's, by status. What a proxy says of a server that is away, or
-refuses for a while, must not be taken for the word that there is no such object, or that nobody may read it; a HEAD has
-no body."""
+refuses for a while, must not be taken for the word that there is no such object, or that nobody may read it."""
+
+_TAKEN_AT_ITS_WORD = ("HeadObject", "ListMultipartUploads")
+"""Operations for which such an answer is not taken for a page: one to HEAD has no body, and some servers do not know
+the listing of uploads. A sweep does without it."""
 
 _PUTS = ("PutObject", "UploadPart", "CompleteMultipartUpload")
 """Operations to which JuiceFS answers that there is no such key if another client deletes the last object beside the
@@ -129,7 +132,8 @@ def meaning_of(error: BaseException) -> Meaning:
     if isinstance(error, boto.ClientError):
         if code_of(error) == "NoSuchKey" and error.operation_name in _PUTS:
             return Meaning(StoreTimeout, passes=True)
-        if code_of(error) in _OF_PAGES.get(status_of(error), ()) and error.operation_name != "HeadObject":
+        may_be_page = error.operation_name not in _TAKEN_AT_ITS_WORD
+        if may_be_page and code_of(error) in _OF_PAGES.get(status_of(error), ()):
             return Meaning(StoreTimeout, passes=True, advice=_PAGE.format(status_of(error)))
         return _of_answer(code_of(error), status_of(error))
     if isinstance(error, _NO_CREDENTIALS):

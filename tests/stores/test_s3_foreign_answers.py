@@ -9,7 +9,7 @@ import pytest
 from helpers.answering import Handler, Server
 from helpers.s3_bucket import PART_NBYTES, scale_limits
 
-from ckptlib.errors import ObjectNotFound, StoreTimeout
+from ckptlib.errors import ObjectNotFound, StoreDenied, StoreError, StoreTimeout
 from ckptlib.stores import Store, open_store
 
 PAGE = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
@@ -90,6 +90,14 @@ def test_without_a_code_it_is_no_word_of_a_store(router: Store) -> None:
     for call in calls.values():
         with pytest.raises(StoreTimeout, match=r"s3://bucket/run/p?.*: cannot .*is there a proxy in the way\?"):
             call(router)
+
+
+@pytest.mark.parametrize("client", ["s3fs"], indirect=True)
+def test_a_server_that_knows_no_listing_of_uploads_may_say_so_without_a_code(router: Store) -> None:
+    """An outage would have each sweep ask for a minute, and begin anew after the next commit."""
+    with pytest.raises(StoreError, match=r"s3://bucket/run/: cannot list uploads: ") as told:
+        router.clean(0.0, lambda key: True)
+    assert told.type in (StoreError, StoreDenied)
 
 
 @pytest.mark.parametrize("page", [b"Not Found", b"Not Found\n", b'{"error": {"code": 404}}'])
