@@ -158,6 +158,9 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
         config["checksum_algorithm"] = "CRC64NVME"  # takes 0.03 s
     kwargs = dict(options.get("client_kwargs") or {})
     verify = kwargs.pop("verify", None)
+    named = f"client_kwargs={{'verify': {str(verify)!r}}}"
+    if verify is None and (bundle := os.environ.get("AWS_CA_BUNDLE")):
+        verify, named = bundle, f"AWS_CA_BUNDLE={bundle}"
     use_ssl = kwargs.pop("use_ssl", options.get("use_ssl", True))
     _refuse_others("s3fs", kwargs, _S3_CLIENT, "client_kwargs")
     config.update({_S3_CLIENT[name]: value for name, value in kwargs.items() if value is not None})
@@ -183,7 +186,7 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
     if verify is False:
         client.client_options["allow_invalid_certificates"] = True
     elif isinstance(verify, str | os.PathLike):
-        client.client_options["root_certificate"] = _certificates(verify)
+        client.client_options["root_certificate"] = _certificates(named, verify)
     if options.get("anon"):
         config["skip_signature"] = True
     elif "access_key_id" not in config:
@@ -197,13 +200,12 @@ def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
     return client
 
 
-def _certificates(path: str | os.PathLike[str]) -> bytes:
+def _certificates(named: str, path: str | os.PathLike[str]) -> bytes:
+    """Returns the bytes of a file of certificates. `named`: what names it, for the message."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(
-            f"client_kwargs={{'verify': {str(path)!r}}}: {error.strerror}; expected a certificate file"
-        ) from None
+        raise ValueError(f"{named}: {error.strerror}; expected a certificate file") from None
 
 
 def _config_kwargs(options: Mapping[str, Any]) -> tuple[str, bool]:

@@ -72,6 +72,13 @@ def test_what_cannot_be_said_is_refused_by_name(url: str, options: dict[str, obj
         client_of(url, options)
 
 
+def test_a_file_of_certificates_that_a_variable_names_and_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/none/ca.pem")
+    with pytest.raises(ValueError, match=r"AWS_CA_BUNDLE=/none/ca\.pem: No such file or .*expected a certificate file"):
+        client_of("s3://b/r", {})
+    assert "root_certificate" not in client_of("s3://b/r", {"client_kwargs": {"verify": False}}).client_options
+
+
 def test_an_endpoint_in_capitals() -> None:
     for kind in ("s3", "gs"):
         assert client_of(f"{kind}://b/r", {"endpoint_url": "HTTP://localhost:1"}).client_options["allow_http"]

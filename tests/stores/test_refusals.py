@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pytest
 from helpers.answering import Handler, Server
-from helpers.certificates import self_signed
+from helpers.certificates import Authority, self_signed
 from helpers.s3_bucket import at_most, scale_limits
 
 from ckptlib.errors import StoreDenied, StoreError, StoreFull
@@ -314,6 +314,19 @@ def test_a_certificate_that_nobody_trusts(server: Refusing, client: str, tmp_pat
     ):
         store.put("b", b"data")
     assert server.num_asked == 0
+
+
+def test_a_certificate_of_an_authority_that_a_variable_names(
+    server: Refusing, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among others, as in the file of a host's own."""
+    url = with_tls(server, tmp_path)
+    another, own, bundle = Authority(tmp_path / "another.pem"), tmp_path / "certificate.pem", tmp_path / "bundle.pem"
+    bundle.write_text(another.path.read_text() + own.read_text())
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    with opened(client, server, url) as store:
+        store.put("a", b"data")
+    assert server.num_asked == 1
 
 
 @pytest.mark.parametrize("client", ["s3fs", pytest.param("obstore", marks=pytest.mark.slow)], indirect=True)
