@@ -352,9 +352,13 @@ class Outcomes:
                 self._writer.watch(outcome.save, 0.0)
 
     def close(self, timeout: timedelta) -> None:
-        """Closes the writer, which finishes its saves, and notes their outcome."""
+        """Closes the writer, which finishes its saves, and notes their outcome. Until then, ranks tell each other of
+        shares that failed."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while (self._writer.awaited or self._writer.commits_next) and time.monotonic() < deadline:
+            self.poll(LISTEN_LAST_S)
         with self.turn:
             try:
-                self._events += self._writer.close(timeout.total_seconds())
+                self._events += self._writer.close(max(deadline - time.monotonic(), 0.0))
             finally:
                 self.poll()

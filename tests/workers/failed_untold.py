@@ -13,9 +13,15 @@ import torch.distributed as dist
 
 import ckptlib
 from ckptlib.saving import news
+from ckptlib.saving.registry import registry
 from ckptlib.testing import write_plan
 
 news.GIVEN_UP_EVERY_S = 0.05
+
+
+def refuse(plan: str, action: str) -> None:
+    """Has all that rank 1 puts answered so."""
+    write_plan(plan, [{"op": op, "key": "^pa.*/000001-", "action": action} for op in ("put", "commit")])
 
 
 def main() -> None:
@@ -23,9 +29,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     state = {"own": ckptlib.PerRank(torch.zeros(100_000))}
-    with ckptlib.Checkpointer(f"fault+file://{root}?plan={plan}", state, every=10**9) as ckpt:
+    url = f"fault+file://{root}?plan={plan}"
+    with ckptlib.Checkpointer(url, state, every=10**9) as ckpt:
         if rank == 0:
-            write_plan(plan, [{"op": op, "key": "^pa.*/000001-", "action": "error"} for op in ("put", "commit")])
+            refuse(plan, "error")
         dist.barrier()
         pending = ckpt.save(1)
         with pytest.raises(ckptlib.SaveFailed, match=r"never be committed.*/000001-.*an error, as planned"):
@@ -35,6 +42,12 @@ def main() -> None:
             write_plan(plan, [])
         dist.barrier()
         ckpt.save(2)
+    if rank == 0:
+        refuse(plan, "denied")
+    dist.barrier()
+    pending = ckptlib.save_async(url, state, 3)
+    registry.close()  # as the program ends, where nobody waits for a save; rank 0 waited for an hour
+    assert "/000001-" in str(pending.error)
     print(f"rank {rank} done", flush=True)
 
 
