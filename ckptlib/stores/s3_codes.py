@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-RENEW = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
-"""The session's token is no longer valid."""
+RENEW = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidTokenId", "TokenRefreshRequired"}
+"""The session's token is no longer valid; MinIO says InvalidTokenId."""
 
 FULL = {"InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "DiskQuota"}
 """No room, or no quota; Ceph says so by 403."""

@@ -92,6 +92,7 @@ def opened(client: str, server: Refusing, url: str | None = None) -> Store:
         (400, "ExpiredToken", "renew"),
         (403, "ExpiredToken", "renew"),
         (403, "InvalidToken", "renew"),
+        (403, "InvalidTokenId", "renew"),
         (403, "RequestTimeTooSkewed", "clock of this host is wrong: set it by NTP"),
         (403, "SignatureDoesNotMatch", "secret|correct"),
     ],
