@@ -8,6 +8,8 @@ used, since they have traps:
 * botocore adds `Expect: 100-continue` to bodies, and aiohttp waits without limit for the answer. It is removed.
 * Payloads are signed by SHA-256 or not checked at all. Here each has a checksum, which costs less than half of that.
 * Credentials of a file are read once. Here they are read again when the server does not take them any more.
+* aiohttp, since 3.14, raises if a request whose body is gone is sent elsewhere, before botocore could learn in which
+  region the bucket is. Here a request without a body asks that.
 * aiohttp keeps a connection that it is to close until all is sent: for ever if a server is there, and reads nothing.
   Here the kernel ends such a connection, if these versions have a way to ask for that; TLS ends by itself.
 """
@@ -38,7 +40,7 @@ from ckptlib.errors import CkptError, StoreError, StoreTimeout
 from ckptlib.stores import io_limits
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body, Progress
-from ckptlib.stores.s3_errors import STALE, Foreign, Stalled, WrongOption, code_of, meaning_of
+from ckptlib.stores.s3_errors import STALE, Foreign, Stalled, WrongOption, code_of, is_unfollowed, meaning_of
 from ckptlib.stores.s3_sums import Sums
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
@@ -141,7 +143,13 @@ class S3Client:
         said of it."""
 
         async def request(progress: Progress) -> dict[str, Any]:
-            return await self.send(operation, {**parameters, **sums, "Body": body.sent(progress)})
+            try:
+                return await self.send(operation, {**parameters, **sums, "Body": body.sent(progress)})
+            except BotoCoreError as error:
+                if is_unfollowed(error):  # botocore remembers the region that the answer to a HEAD tells
+                    with contextlib.suppress(BotoCoreError, ClientError, Foreign):
+                        await self.send("head_object", {"Key": parameters["Key"]})
+                raise
 
         while True:
             try:

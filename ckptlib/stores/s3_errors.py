@@ -32,6 +32,7 @@ _NO_FILE = (
     "~/.aws, in a variable such as AWS_CA_BUNDLE, or in client_kwargs"
 )
 _REGION = "the bucket is in another region: name it in storage_options={'client_kwargs': {'region_name': ...}}"
+_ELSEWHERE = "the server sends this request elsewhere: correct the endpoint_url or the region; is a proxy in the way?"
 
 _DENIED = {
     "InvalidAccessKeyId": "the server does not know this access key: correct it, or the endpoint_url",
@@ -127,6 +128,11 @@ def status_of(error: BaseException) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
+def is_unfollowed(error: BaseException) -> bool:
+    """Returns whether the server sent a request elsewhere, as for a bucket in another region, whose body was gone."""
+    return any(isinstance(cause, aiohttp.ClientPayloadError) and "redirect" in str(cause) for cause in _causes(error))
+
+
 def meaning_of(error: BaseException) -> Meaning:
     """Returns the meaning of whatever a request raises."""
     if isinstance(error, boto.ClientError):
@@ -156,7 +162,8 @@ def meaning_of(error: BaseException) -> Meaning:
         return Meaning(StoreDenied, passes=False, advice=_NO_FILE)
     if isinstance(error, _SILENCE):
         nowhere = any(isinstance(cause, socket.gaierror | ConnectionRefusedError) for cause in causes)
-        return Meaning(StoreTimeout, passes=True, advice=_advice(causes), is_nowhere=nowhere)
+        advice = _ELSEWHERE if is_unfollowed(error) else _advice(causes)
+        return Meaning(StoreTimeout, passes=True, advice=advice, is_nowhere=nowhere)
     return Meaning(StoreError, passes=False)
 
 
