@@ -195,14 +195,14 @@ class TrainingSteps:
             due.skip(to_store)
             return None
         self._turns.tuning.note_saved(to_store)
-        inline = due.inline or word.inline
+        inline = due.inline or word.inline or not self._session.snapshots.overlap
         order = SaveOrder(
             self._state,
             step,
             self._turns.with_interval(metrics),
             to_store=to_store,
             compare=compare,
-            overlap=self._earned if self._session.snapshots.overlap and not inline else without_overlap,
+            overlap=without_overlap if inline else self._earned if last else self._earned_or_frozen,
             drains=to_store and self._session.tier.decide(step, word, must=bool(last)),
         )
         taken = self._attempts.make(step, to_store, lambda: save_step(self._session, order))
@@ -215,6 +215,11 @@ class TrainingSteps:
     def _earned(self, leaf: Leaf) -> bool:
         """Returns whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
         return leaf.owner is not None and self._fence.fired(leaf.owner)
+
+    def _earned_or_frozen(self, leaf: Leaf) -> bool:
+        """Returns whether that is so, or the leaf is frozen. Not for the last save: if it shows that the leaf has
+        changed, there is no other."""
+        return self._earned(leaf) or (leaf.owner is None and leaf.frozen)
 
     def _warn_of_metrics(self, step: int, metrics: Mapping[str, object] | None) -> None:
         problem = self.metrics.lacking(step, metrics)

@@ -89,6 +89,8 @@ class Attempts:
         """Owes another save for each snapshot that came to nothing. Returns whether the ranks must compare before
         it."""
         self._owe_torn()
+        if names := self._session.snapshots.take_changed():
+            self._session.planner.note_written(names)
         return self._owe_differing()
 
     def _owe_torn(self) -> None:

@@ -6,7 +6,7 @@ If the tensors are those of the last save, nothing is planned anew, and nothing 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -28,7 +28,8 @@ from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.structure import same
 
 Overlap = Callable[[Leaf], bool]
-"""Returns whether a leaf's only writer waits at the fence; asked once for all leaves of one owner."""
+"""Returns whether a leaf may be copied behind the fence, since its only writer waits there, or it is frozen. Asked once
+for all frozen leaves of an owner, and once for its others."""
 
 Shape = tuple[tuple[object, ...], ...]
 """The properties of every leaf that a plan depends on."""
@@ -38,8 +39,13 @@ Order = tuple[tuple[int, int, Box | None], ...]
 """For each shard, its leaf, the leaf's piece, and the region of that piece in the tensor's global coordinates; None for
 all."""
 
-_Late: TypeAlias = dict[int, bool]
-"""By the id of each owner: whether its tensors are copied behind the fence."""
+_Late: TypeAlias = dict[tuple[int, bool], bool]
+"""Whether tensors are copied behind the fence, by the id of their owner, and whether they are frozen. By the id: an
+optimizer may define its own `==`, and no hash."""
+
+FROZEN_AFTER = 3
+"""How many saves copy what is frozen at once, before it overlaps. What changes from save to save has shown that by
+then: weights of a teacher or a target network ask for no gradient, either."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class _Sources:
     late: _Late
     sources: list[CopySource]
     """The sources, in the order of `order`."""
+    wait: int
+    """How many more saves copy frozen parameters at once."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,11 @@ class Planner:
         """Plain tensors that have differed between ranks."""
         self._moving: frozenset[str] = frozenset()
         """Frozen parameters that have been seen to change."""
+        self._written: frozenset[str] = frozenset()
+        """Those whose bytes this rank saw to differ between two of its snapshots."""
         self._digests: _Digests | None = None
-        self._one_of_each: tuple[list[Leaf], dict[int, Leaf]] = [], {}
-        """Leaves, and one leaf for each owner, by the owner's id: an optimizer may define its own `==`, and no hash."""
+        self._one_of_each: tuple[list[Leaf], dict[tuple[int, bool], Leaf]] = [], {}
+        """Leaves, and one leaf of each kind; see `_Late`."""
         self.must_compare = False
         """Whether the ranks must compare what they hold before the next save."""
 
@@ -283,24 +293,34 @@ class Planner:
     def _replica(self, shared: Shared, leaves: list[Leaf], late: _Late) -> Replica:
         leaf = leaves[shared.leaf]
         if leaf.owner is not None:
-            way = Way.SAMPLED
+            is_late, way = late[id(leaf.owner), leaf.frozen], Way.SAMPLED
         else:
-            way = Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
-        return Replica(shared.ranks, leaf.name, shared.tensor(leaves), late[id(leaf.owner)], way)
+            is_late, way = False, Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
+        return Replica(shared.ranks, leaf.name, shared.tensor(leaves), is_late, way)
 
     def note_moved(self, names: frozenset[str]) -> None:
         """Notes frozen parameters that change after all; on all ranks that hold them, at the same step."""
         self._moving |= names
 
+    def note_written(self, names: Iterable[str]) -> None:
+        """Notes frozen parameters that change after all, as this rank alone has seen: they no longer overlap."""
+        self._written |= {*names}
+        self._sources = {}
+
     def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
         late = self._late(leaves, overlap)
         known = self._sources.get(rank)
         known = known if known is not None and known.order is order else None
-        if known is not None and known.late == late and same(known.leaves, leaves):
+        if known is not None and known.wait == 0 and known.late == late and same(known.leaves, leaves):
             return known.sources
+        frozen = {i for i, leaf in enumerate(leaves) if _is_unowned(leaf) and leaf.name not in self._written}
+        wait = FROZEN_AFTER if frozen else 0
+        if known is not None and all(known.leaves[i] is leaves[i] for i in frozen):
+            wait = max(known.wait - 1, 0)
         found = []
         for n, (i, piece, region) in enumerate(order):
-            leaf, is_late = leaves[i], late[id(leaves[i].owner)]
+            leaf = leaves[i]
+            is_late = late[id(leaf.owner), leaf.frozen] and (not _is_unowned(leaf) or (i in frozen and wait == 0))
             if known is not None and known.leaves[i] is leaf:
                 source = known.sources[n]
                 found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
@@ -309,15 +329,21 @@ class Planner:
                 # past its end
                 box, tensor = leaf.pieces[piece]
                 cut = tensor.detach() if region is None else within(region, box, tensor)
-                found.append(CopySource(leaf.name, cut, is_late, leaf.lent))
-        self._sources[rank] = _Sources(order, leaves, late, found)
+                found.append(CopySource(leaf.name, cut, is_late, leaf.lent, i in frozen))
+        self._sources[rank] = _Sources(order, leaves, late, found, wait)
         return found
 
     def _late(self, leaves: list[Leaf], overlap: Overlap) -> _Late:
         if self._one_of_each[0] is not leaves:
             owners = map(id, map(operator.attrgetter("owner"), leaves))
-            self._one_of_each = leaves, dict(zip(owners, leaves, strict=True))
-        return {owner: overlap(leaf) for owner, leaf in self._one_of_each[1].items()}
+            kinds = zip(owners, map(operator.attrgetter("frozen"), leaves), strict=True)
+            self._one_of_each = leaves, dict(zip(kinds, leaves, strict=True))
+        return {kind: overlap(leaf) for kind, leaf in self._one_of_each[1].items()}
+
+
+def _is_unowned(leaf: Leaf) -> bool:
+    """Returns whether nobody is known to write to the leaf."""
+    return leaf.frozen and leaf.owner is None
 
 
 def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:

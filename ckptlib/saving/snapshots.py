@@ -104,6 +104,7 @@ class Snapshots:
         self.tell: Callable[[Event], None] = lambda event: None
         """Called with each event of a snapshot."""
         self._torn: InFlight | None = None
+        self._changed: set[str] = set()
         self._num_torn = 0
         """How many in a row, of those that were copied behind the fence, were torn."""
 
@@ -155,6 +156,7 @@ class Snapshots:
             self._sent = begun.replicas
             self.own.note(begun.step, begun.held)
             if begun.staging is not None:
+                self._changed |= {*begun.staging.changed}
                 if begun.ready:
                     self.tell(staged(begun.staging))
                     self.arena.mark_ready(begun.staging.slot, begun.step)
@@ -163,7 +165,7 @@ class Snapshots:
                         self._num_torn = 0
                 elif isinstance(begun.staging.error, TornSnapshot):
                     self._torn = begun
-                    self._num_torn += 1
+                    self._num_torn += not begun.staging.changed  # what is frozen, and changes, no longer overlaps
                 elif not begun.persists:  # else the writer tells of it
                     assert begun.staging.error is not None
                     self.tell_unkept(begun.step, begun.staging.error)
@@ -185,6 +187,11 @@ class Snapshots:
         """Returns the last snapshot that was found torn since the last call."""
         torn, self._torn = self._torn, None
         return torn
+
+    def take_changed(self) -> set[str]:
+        """Returns the frozen parameters whose bytes were seen to differ since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     @property
     def overlap(self) -> bool:

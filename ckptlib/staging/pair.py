@@ -22,9 +22,11 @@ class CopySource:
     tensor: torch.Tensor
     """This rank's box of it, in the box's shape; any strides."""
     overlap: bool
-    """Whether its only writer waits at the fence."""
+    """Whether its only writer waits at the fence, or nobody writes to it."""
     lent: bool = False
     """See `Leaf.lent`."""
+    frozen: bool = False
+    """Whether nobody writes to it, as far as known: if it overlaps, its bytes must be those of the snapshot before."""
 
 
 class Pair:

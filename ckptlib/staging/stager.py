@@ -90,6 +90,10 @@ class Staging:
         """Watches what is copied behind the fence until nobody has to wait any more."""
         self.overlapped = False
         """Whether anything is copied behind the fence."""
+        self.frozen: Mapping[int, tuple[str, bool]] = {}
+        """The names of the shards to which nobody writes, and whether they overlap, by place in the table."""
+        self.changed: Sequence[str] = ()
+        """The names of those that have other bytes than in the snapshot before."""
         self.check = compared(content.header.number)
         """This rank's check of what others hold, too; known when the snapshot is sealed."""
         self._copied = threading.Event()
@@ -188,6 +192,8 @@ class Stager:
         """The last table, and its offsets."""
         self._begun: Staging | None = None
         """The newest staging."""
+        self._sealed: tuple[Table | None, list[str]] = None, []
+        """The table of the last snapshot that was sealed, and the digests of its shards. Staging thread."""
         self._jobs = JobThread("stage")
 
     def start(self) -> None:
@@ -242,6 +248,7 @@ class Stager:
         host_copies = HostCopies(parts, self._random, self._scratch)
         counts = [counts for copies in staging.device_copies for counts in copies.counts] + host_copies.counts
         staging.watch, staging.overlapped = Watch(counts), any(some.names for some in counts)
+        staging.frozen = {i: (source.name, source.overlap) for i, source in enumerate(sources) if source.frozen}
         waits = host_copies or any(copies.driven for copies in staging.device_copies)
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
@@ -295,7 +302,8 @@ class Stager:
             _raise_torn(staging.step, written or staging.watch.written)
             if reading is not None:
                 staging.check = reading.finish(staging.content.header.rank)
-            _seal(staging)
+            table, before = self._sealed
+            self._sealed = staging.content.table, _seal(staging, before if table is staging.content.table else None)
         except Exception as error:  # kept for whoever waits, and reported to the other ranks; the thread must live on
             staging.error = error
         if reading is not None:
@@ -326,11 +334,35 @@ def _raise_torn(step: int, written: Sequence[str]) -> None:
         )
 
 
-def _seal(staging: Staging) -> None:
-    """Writes digests, documents, and last of all the header that says ready."""
+def _check_frozen(staging: Staging, digests: list[str], before: list[str] | None) -> None:
+    """Finds which shards have changed to which nobody should write. Raises TornSnapshot if one of them overlapped: it
+    was copied while anybody could write to it, so only the same bytes as before prove the copy.
+
+    `before`: the digests of the snapshot before, if it had the same table.
+    """
+    late = [name for name, overlaps in staging.frozen.values() if overlaps]
+    if before is None:
+        if late:
+            raise TornSnapshot(f"step {staging.step}: no snapshot before it shows the bytes of {late[0]}")
+        return
+    changed = {chunk for chunk, pair in enumerate(zip(digests, before, strict=True)) if pair[0] != pair[1]}
+    chunks = staging.content.table.chunks
+    staging.changed = [name for i, (name, _) in staging.frozen.items() if not changed.isdisjoint(chunks(i))]
+    torn = {*late}.intersection(staging.changed)
+    if torn:
+        raise TornSnapshot(
+            f"step {staging.step}: {min(torn)} asks for no gradient, but has changed since the save before; from now "
+            "on it is copied before after_step returns"
+        )
+
+
+def _seal(staging: Staging, before: list[str] | None) -> list[str]:
+    """Writes digests, documents, and last of all the header that says ready; returns the digests. `before`, and errors:
+    see `_check_frozen`."""
     content, slot = staging.content, staging.slot
     digest, body, table = digester(content.algorithm), slot.body, content.table
     digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]
+    _check_frozen(staging, digests, before)
     snapshot = encode(
         "snapshot",
         {
@@ -347,3 +379,4 @@ def _seal(staging: Staging) -> None:
         body_nbytes(table), {"layout": content.layout, "table": table.encoded.encode(), "snapshot": snapshot}
     )
     slot.write_header(replace(content.header, documents=places, check=staging.check))
+    return digests

@@ -21,13 +21,13 @@ class Session:
     def __init__(self) -> None:
         self.differing: list[Ballot] = []
         self.torn: InFlight | None = None
-        self.snapshots = SimpleNamespace(take_torn=lambda: self.torn, overlap=True)
+        self.snapshots = SimpleNamespace(take_torn=lambda: self.torn, overlap=True, take_changed=set)
         self.verdicts = SimpleNamespace(take_differing=lambda: self.differing)
         self.listener = SimpleNamespace(tell=lambda event: None)
 
 
 def snapshot(error: Exception | None = None) -> Any:
-    return SimpleNamespace(error=error)
+    return SimpleNamespace(error=error, changed=())
 
 
 @pytest.mark.parametrize("kind", [ReplicasDiffer, TornSnapshot])

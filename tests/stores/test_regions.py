@@ -70,5 +70,5 @@ def test_a_put_is_sent_there_and_those_after_it_at_once(server: Elsewhere, store
 
 def test_a_put_that_is_sent_in_circles_is_told_as_that(server: Elsewhere, store: Store) -> None:
     server.region = "nowhere"
-    with pytest.raises(StoreError, match="sends this request elsewhere: correct the .* region|is in another region"):
+    with pytest.raises(StoreError, match=r"sends this request elsewhere: correct the .* region|is in another region"):
         store.put("p", b"data")
