@@ -87,8 +87,9 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a step writes."""
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from (param for param in group["params"] if param.requires_grad)  # a step leaves the others alone
     for state in optimizer.state.values():
         yield from _tensors_in(state)
 

@@ -40,7 +40,7 @@ from ckptlib.state.optimizers import (
     warn_of_positions,
     warn_of_unsaved,
 )
-from ckptlib.state.owners import owned_in, owners_of, written_in_forward
+from ckptlib.state.owners import frozen_in, owned_in, owners_of, written_in_forward
 from ckptlib.state.rng import RngState
 from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
@@ -64,12 +64,13 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
     """
     memo = Memo() if memo is None else memo
     owned = owned_in(state)
-    if not same(owned, memo.owned) or owners != memo.given:
+    frozen = frozen_in(owned)
+    if not same(owned, memo.owned) or owners != memo.given or frozen != memo.frozen:
         memo.owned, memo.owners, memo.given = owned, {**owners, **owners_of(owned)}, dict(owners)
-        memo.written = memo.owners.keys() & written_in_forward(owned)
+        memo.written, memo.frozen = memo.owners.keys() & written_in_forward(owned), frozen
         memo.sections.clear()
     alone = dict(memo.owners)
-    for number in memo.written:
+    for number in memo.written | frozen:
         del alone[number]
     walk = _Walk(memo, alone)
     walk.visit(state, False)

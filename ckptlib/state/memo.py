@@ -145,6 +145,8 @@ class Memo:
         """The optimizer of each parameter, by the parameter's id."""
         self.written: set[int] = set()
         """The ids of those parameters that a forward writes to as well."""
+        self.frozen: set[int] = set()
+        """The ids of those that ask for no gradient."""
         self.given: dict[int, torch.optim.Optimizer] = {}
         """The owners that the caller passed."""
         self.sections: dict[tuple[str, bool], Section[Found]] = {}

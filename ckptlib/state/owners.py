@@ -1,5 +1,5 @@
 """Finds which optimizer owns which tensor: its step is the only writer of its parameters, but for those that a forward
-writes to."""
+writes to, and those that ask for no gradient."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def owners_of(owned: Sequence[object]) -> dict[int, torch.optim.Optimizer]:
         elif not isinstance(one, nn.Module):
             owners[id(one)] = owner
     return owners
+
+
+def frozen_in(owned: Sequence[object]) -> set[int]:
+    """Returns the ids of the optimizers' parameters that ask for no gradient. A step leaves them alone, so whatever
+    writes to one does not wait at the fence: MoCo's forward writes to its momentum encoder, which `model.parameters()`
+    gives to the optimizer like all others."""
+    return {id(one) for one in owned if isinstance(one, torch.Tensor) and not one.requires_grad}
 
 
 def written_in_forward(owned: Sequence[object]) -> set[int]:

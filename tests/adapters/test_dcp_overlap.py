@@ -165,6 +165,18 @@ def test_a_write_past_the_fence_fails_the_save(
     assert same(loaded(tmp_path, 3), before)
 
 
+def test_a_parameter_that_asks_for_no_gradient_is_copied_at_once(tmp_path: Path, gate: threading.Event) -> None:
+    """Its optimizer does not write to it, but a forward may."""
+    training = earned(tmp_path, gate)
+    training.model.weight.requires_grad_(False)
+    before = training.copied()
+    future = dcp.async_save(training.state(), checkpoint_id=tmp_path / "step-2", overlap=training.optim)
+    training.model.weight[:3] += 1
+    gate.set()
+    future.result(60)
+    assert same(loaded(tmp_path, 2), before)
+
+
 def test_others_can_wait_for_the_copy(tmp_path: Path, gate: threading.Event) -> None:
     """`wait_copied`, and a load into what is being copied."""
     training = earned(tmp_path, gate)

@@ -157,6 +157,16 @@ def test_a_write_before_and_one_behind_the_copy_are_none_during_it(rig: Rig) -> 
     assert fenced_case(rig, state_of(made), made, through_the_fence(rig, write_one_element)) == "exact"
 
 
+def test_rows_that_a_forward_writes_of_a_parameter_without_gradients_are_saved_as_they_were(rig: Rig) -> None:
+    """An optimizer of `model.parameters()` gets those, too: codebooks, memory banks, MoCo's momentum encoder."""
+    bank = torch.nn.Parameter(torch.randn(OVERLAP_FROM_BYTES // 16, 8), requires_grad=False)
+    trained = torch.nn.Parameter(torch.randn(OVERLAP_FROM_BYTES))
+    made = torch.optim.SGD([bank, trained], lr=0.1)
+    state = {"model": torch.nn.ParameterList([bank, trained]), "optim": made}
+    assert unfenced_case(rig, state, made, lambda o: bank[:3].mul_(2)) == "exact"
+    assert unfenced_case(rig, state, made, lambda o: trained.detach().mul_(2)) == "TornSnapshot"
+
+
 def test_a_tensor_that_no_optimizer_owns_is_not_overlapped(rig: Rig) -> None:
     """It is exact without a fence, though moments of the same snapshot are copied later."""
     average = torch.randn(OVERLAP_FROM_BYTES)

@@ -208,6 +208,18 @@ def test_no_optimizer_alone_writes_to_a_weight_that_a_forward_scales() -> None:
         optimizer.add_param_group({"params": [*state["more"].parameters()]})
 
 
+def test_no_optimizer_owns_a_parameter_that_asks_for_no_gradient() -> None:
+    """As long as it does not."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    state, memo = {"m": model, "o": optimizer}, Memo()
+    for frozen in (False, True, True, False):
+        model.weight.requires_grad_(not frozen)
+        leaves = flatten(state, memo).leaves
+        assert [leaf.name for leaf in leaves if leaf.owner is None] == ["m/weight"] * frozen
+        assert [leaf.name for leaf in leaves if leaf.frozen] == ["m/weight"] * frozen
+
+
 @pytest.mark.parametrize("num_beside", [0, 20])
 def test_no_optimizer_alone_writes_to_what_is_tied_to_such_a_weight(num_beside: int) -> None:
     """The other name may come first, in a module, in a dict, or by itself."""
