@@ -226,12 +226,12 @@ def test_ctrl_c_as_it_waits_for_the_last_save_leaves_it_to_the_writer(job: Job) 
 
 _AT_EXIT = """
 import sys, torch, ckptlib
-from ckptlib.writer.client import Writer
-close = Writer.close
+from ckptlib.saving.outcome import Outcomes
+close = Outcomes.close
 def closing(*given):
     print("closing", flush=True)
     return close(*given)
-Writer.close = closing
+Outcomes.close = closing
 ckptlib.save_async(sys.argv[1], {"w": torch.zeros(300_000)}, 3).wait_staged(60)
 """
 
