@@ -19,4 +19,6 @@ BUSY = {
 """The same request may succeed in a while, whatever its status: Amazon's RequestTimeout, for a connection on which
 nothing moved, is 400."""
 
-BUSY_STATUS = {408, 429, 500, 502, 503, 504}
+BUSY_STATUS = {408, 429, *range(500, 600)} - {501, 505, 507}
+"""As above, whatever the code: 520 to 530 are Cloudflare's, for a server behind it that it does not reach. Not 507,
+which says that there is no room, nor 501 and 505, of a request that the server does not know."""

@@ -189,7 +189,7 @@ def _of_answer(code: str, status: int) -> Meaning:
     if code in s3_codes.FULL or status == 507:
         return Meaning(StoreFull, passes=False, advice="make room, or raise the quota")
     if code in s3_codes.BUSY | s3_codes.DAMAGED or status in s3_codes.BUSY_STATUS:
-        return Meaning(StoreTimeout, passes=True)
+        return Meaning(StoreTimeout, passes=True, advice=_PAGE.format(status) if status > 507 else "")
     if status in (401, 403):
         return Meaning(StoreDenied, passes=False, advice=_RIGHTS)
     if status in (301, 307):

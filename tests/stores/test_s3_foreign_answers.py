@@ -93,6 +93,13 @@ def test_without_a_code_it_is_no_word_of_a_store(router: Store) -> None:
 
 
 @pytest.mark.parametrize("client", ["s3fs"], indirect=True)
+def test_the_page_of_a_gateway_is_told_by_its_status(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = r"answered by 522 without a code, .*is there a proxy in the way\?"
+    with opened(client, 522, PAGE, monkeypatch) as store, pytest.raises(StoreTimeout, match=told):
+        store.put("p", b"data")
+
+
+@pytest.mark.parametrize("client", ["s3fs"], indirect=True)
 def test_a_server_that_knows_no_listing_of_uploads_may_say_so_without_a_code(router: Store) -> None:
     """An outage would have each sweep ask for a minute, and begin anew after the next commit."""
     with pytest.raises(StoreError, match=r"s3://bucket/run/: cannot list uploads: ") as told:
