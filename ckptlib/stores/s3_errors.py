@@ -194,7 +194,8 @@ def _of_answer(code: str, status: int) -> Meaning:
         return Meaning(StoreDenied, passes=False, advice=_RIGHTS)
     if status in (301, 307):
         return Meaning(StoreDenied, passes=False, advice=_REGION)
-    return Meaning(StoreError, passes=False, advice=_UPLOAD if code == "NoSuchUpload" else "")
+    advice = "" if code else _PAGE.format(status)  # botocore's own text does not tell the status
+    return Meaning(StoreError, passes=False, advice=_UPLOAD if code == "NoSuchUpload" else advice)
 
 
 def _advice(causes: list[BaseException]) -> str:

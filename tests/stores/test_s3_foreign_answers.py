@@ -92,11 +92,17 @@ def test_without_a_code_it_is_no_word_of_a_store(router: Store) -> None:
             call(router)
 
 
+@pytest.mark.parametrize(("status", "kind"), [(413, StoreError), (522, StoreTimeout)])
 @pytest.mark.parametrize("client", ["s3fs"], indirect=True)
-def test_the_page_of_a_gateway_is_told_by_its_status(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = r"answered by 522 without a code, .*is there a proxy in the way\?"
-    with opened(client, 522, PAGE, monkeypatch) as store, pytest.raises(StoreTimeout, match=told):
+def test_the_page_of_a_gateway_is_told_by_its_status(
+    client: str, status: int, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """413: for a part that is larger than it takes, as nginx does for more than 1 MiB."""
+    page = b"<html><body><h1>no</h1></body></html>"
+    with opened(client, status, page, monkeypatch) as store, pytest.raises(StoreError) as told:
         store.put("p", b"data")
+    assert told.type is kind
+    assert f"answered by {status} without a code, as no S3 server does; is there a proxy in the way?" in str(told.value)
 
 
 @pytest.mark.parametrize("client", ["s3fs"], indirect=True)
