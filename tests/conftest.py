@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import boto3
 import pytest
+from helpers.forked_writers import forked_writers
 from helpers.s3 import S3_KEYS
 from helpers.server_process import ServerProcess, answers, free_ports
 from hypothesis import HealthCheck, settings
@@ -75,6 +76,16 @@ def pytest_collection_finish() -> None:
     does, need not look through a million objects for that."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def writers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forked, but for the tests of the writer itself, and of what the project as a whole does."""
+    if request.path.parent.name in ("writer", "project"):
+        yield
+    else:
+        with forked_writers():
+            yield
 
 
 @pytest.fixture(scope="module")

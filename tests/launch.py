@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
+from helpers.forked_writers import fork_writers_from_here
 from helpers.forkserver import context, start_server
 from places import TESTS, WORKERS
 
@@ -162,6 +163,7 @@ def be_rank(log: str, variables: dict[str, str], program: Path | str, args: list
     os.environ.clear()
     os.environ.update(variables)
     faulthandler.enable(fd)
+    fork_writers_from_here()
     sys.argv = [str(program), *args]
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))

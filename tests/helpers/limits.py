@@ -10,10 +10,12 @@ from places import TESTS
 
 IDLE_S = 2.0
 
+VARIABLE = "CKPTLIB_TEST_IO_LIMITS"
+
 
 def short_limits(idle_s: float = IDLE_S, **limits: float) -> Mapping[str, str]:
     """Variables of the environment of a trainer that calls `hand_limits_on`."""
-    return {"CKPTLIB_TEST_IO_LIMITS": json.dumps({"IDLE_S": idle_s, **limits})}
+    return {VARIABLE: json.dumps({"IDLE_S": idle_s, **limits})}
 
 
 def hand_limits_on() -> None:

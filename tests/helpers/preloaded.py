@@ -6,6 +6,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
-import ckptlib.checkpointer  # noqa: F401
+import ckptlib.checkpointer
+import ckptlib.writer.process  # noqa: F401
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports 300 modules, a second's worth

@@ -177,6 +177,7 @@ def test_what_is_newer_than_a_snapshot_in_memory_is_waited_for(left: Left, waiti
     """The record of its generation is not put yet, so the one before it is the newest that history knows of."""
     peers = ckptlib.Peers(copies=0)
     left.die_at(1, stopped=False, peers=peers)
+    until(lambda: [step.number for step in crash_oracle.read_root(left.root)] == [1])
     left.die_at(2, peers=peers)
     assert [step.number for step in crash_oracle.read_root(left.root)] == [1]
     state = crash_jobs.State(crash_jobs.NUMEL)

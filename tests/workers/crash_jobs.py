@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.forked_writers import fork_writers_from_here
 from helpers.forkserver import context, start_server
 from helpers.inside import save_now, writer_of
 from helpers.registry import close_sessions
@@ -152,6 +153,7 @@ class Teller:
 
 
 def _run(function: Callable[..., None], report: str, rank: int, size: int, init: str, kwargs: dict[str, Any]) -> None:
+    fork_writers_from_here()
     torch.set_num_threads(1)
     tell = Teller(report)
     logging.basicConfig(filename=Path(report).with_suffix(".log"))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import safetensors
 import xxhash
+from helpers.forked_writers import process_name
 
 DTYPES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint8": np.uint8, "bfloat16": np.uint16}
 """bfloat16 as uint16."""
@@ -160,7 +161,8 @@ def writers_of(trainer: int) -> list[int]:
 
 def _is_writer(path: Path, trainer: int) -> bool:
     try:
-        arguments = (path / "cmdline").read_bytes().split(b"\0")
+        arguments, name = (path / "cmdline").read_bytes().split(b"\0"), (path / "comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return b"ckptlib.writer" in arguments and os.fsencode(str(trainer)) in arguments
+    started = b"ckptlib.writer" in arguments and os.fsencode(str(trainer)) in arguments
+    return started or (name == process_name(trainer) and arguments != [b""])  # which a zombie has
