@@ -46,6 +46,16 @@ class Notices:
         """Whether no notice can be found any more."""
         return self._store is None
 
+    def start(self) -> None:
+        """Starts the thread now, for what is to be told as the program ends: since 3.12 Python starts none then."""
+        if self._store is None:
+            return
+        self._thread = self._thread or JobThread("notices")
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread for it
+            self._lose(error)
+
     def leave(self, notice: str) -> None:
         """Leaves a notice, of one line. It is found soon, unless the store is gone."""
         self._left.append(notice)
@@ -86,13 +96,9 @@ class Notices:
     def _have(self, job: Job) -> None:
         """Has the thread do a job. Does not wait: a look may be waiting for the store, whose client asks one thing at a
         time."""
-        if self._store is None:
-            return
-        self._thread = self._thread or JobThread("notices")
-        try:
+        self.start()
+        if self._store is not None and self._thread is not None:
             self._thread.put(job)
-        except RuntimeError as error:  # the system has no thread for it
-            self._lose(error)
 
     def _read(self, key: str) -> None:
         store = self._store

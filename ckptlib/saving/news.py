@@ -33,6 +33,10 @@ class News:
         self._awaited, self._looks_at = "", 0.0
         """The save that rank 0 is about to commit, and when it looks next whether a rank gave that up."""
 
+    def expect(self) -> None:
+        """Notes that a save begins: its outcome may have to be told as the program ends."""
+        self._notices.start()
+
     def tell(self, event: Mapping[str, object]) -> None:
         """Leaves rank 0's events as notices; of other ranks' events, tells rank 0 that their own share failed.
 

@@ -100,6 +100,7 @@ class Outcomes:
     def expect(self, outcome: Outcome) -> None:
         """Expects a save's outcome: from now on the writer may tell it."""
         outcome.owed = True
+        self._news.expect()
         self._open[str(outcome.save)] = outcome
         self._asked_for.add(outcome)
 

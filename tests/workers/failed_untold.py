@@ -6,10 +6,12 @@ Says "rank <n> done" at its end.
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+from workers.no_threads import NO_STACK
 
 import ckptlib
 from ckptlib.saving import news
@@ -46,7 +48,9 @@ def main() -> None:
         refuse(plan, "denied")
     dist.barrier()
     pending = ckptlib.save_async(url, state, 3)
-    registry.close()  # as the program ends, where nobody waits for a save; rank 0 waited for an hour
+    pending.wait_staged()
+    threading.stack_size(NO_STACK)  # from 3.12 on, Python starts no thread as a program ends
+    registry.close()  # as it ends, where nobody waits for a save; rank 0 waited for an hour
     assert "/000001-" in str(pending.error)
     print(f"rank {rank} done", flush=True)
 
