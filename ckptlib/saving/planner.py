@@ -21,7 +21,7 @@ from ckptlib.ranks.group import Group
 from ckptlib.saving.agreement import Agreement, Row, agree, rows_of, within
 from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
-from ckptlib.staging.pair import CopySource
+from ckptlib.staging.pair import OVERLAP_FROM_BYTES, CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf, Plain
@@ -329,7 +329,9 @@ class Planner:
                 # past its end
                 box, tensor = leaf.pieces[piece]
                 cut = tensor.detach() if region is None else within(region, box, tensor)
-                found.append(CopySource(leaf.name, cut, is_late, leaf.lent, i in frozen))
+                # small ones are copied at once, and share chunks, whose digests would tell of others' changes
+                proven = i in frozen and cut.nbytes >= OVERLAP_FROM_BYTES
+                found.append(CopySource(leaf.name, cut, is_late, leaf.lent, proven))
         self._sources[rank] = _Sources(order, leaves, late, found, wait)
         return found
 

@@ -26,7 +26,8 @@ class CopySource:
     lent: bool = False
     """See `Leaf.lent`."""
     frozen: bool = False
-    """Whether nobody writes to it, as far as known: if it overlaps, its bytes must be those of the snapshot before."""
+    """Whether nobody writes to it, as far as known, and it is large enough to overlap: if it does, its bytes must be
+    those of the snapshot before."""
 
 
 class Pair:

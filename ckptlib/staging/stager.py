@@ -91,7 +91,7 @@ class Staging:
         self.overlapped = False
         """Whether anything is copied behind the fence."""
         self.frozen: Mapping[int, tuple[str, bool]] = {}
-        """The names of the shards to which nobody writes, and whether they overlap, by place in the table."""
+        """The names of the large shards to which nobody writes, and whether they overlap, by place in the table."""
         self.changed: Sequence[str] = ()
         """The names of those that have other bytes than in the snapshot before."""
         self.check = compared(content.header.number)
@@ -340,6 +340,8 @@ def _check_frozen(staging: Staging, digests: list[str], before: list[str] | None
 
     `before`: the digests of the snapshot before, if it had the same table.
     """
+    if not staging.frozen:
+        return
     late = [name for name, overlaps in staging.frozen.values() if overlaps]
     if before is None:
         if late:

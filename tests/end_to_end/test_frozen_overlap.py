@@ -146,3 +146,18 @@ def test_the_last_save_does_not_rely_on_it(training: Training, tmp_path: Path) -
                 training.base[1].data[-1] += 1
             training.oracle[before + 1] = training.tensors()
     training.check([*range(1, 8)])
+
+
+def test_small_ones_that_change_after_all_fail_no_save(training: Training, tmp_path: Path) -> None:
+    """They are copied at once. What shares a chunk with them, as random state, keeps no large one from overlap."""
+    small = [nn.Parameter(torch.randn(OVERLAP_FROM_BYTES // 16), requires_grad=False) for _ in range(12)]
+    training.base.extend(small)
+    with checkpointer(training, tmp_path) as ckpt:
+        for step in range(1, 9):
+            if step == 6:
+                for weight in small:
+                    weight.data.add_(1)
+            training.save(ckpt, step).wait_committed(WAIT_S)
+    assert training.overlapped == [*range(FROZEN_AFTER + 1, 9)]
+    saved = ckptlib.open(training.root, 6)
+    assert all(torch.equal(saved.get_tensor(f"base/{i}"), weight) for i, weight in enumerate(training.base))
