@@ -166,6 +166,7 @@ class S3Client:
     async def tried(self, call: Call, attempt: Attempt[T], retries: Retries, idle_s: float | None = None) -> T:
         """Returns the result of an attempt, which is watched, and repeated after a fault that may pass, or with newer
         credentials."""
+        renewing = Retries(call.deadline)  # a program for credentials may print others each time
         while True:
             renewals = self._renewals
             progress = Progress(io_limits.IDLE_S if idle_s is None else idle_s)
@@ -175,16 +176,19 @@ class S3Client:
                 return result
             except Exception as error:
                 self.was_there |= isinstance(error, ClientError)
-                meaning, is_renewed = meaning_of(error), False
                 if self._looks_up and code_of(error) in STALE:
                     looking = Progress(io_limits.IDLE_S)
                     is_renewed = await _watched(self._is_renewed(renewals), looking, call.deadline)
-                if not (meaning.passes or is_renewed):
+                    wait_s = renewing.wait_s() if is_renewed else None
+                    if wait_s is None:
+                        raise
+                    await asyncio.sleep(wait_s)
+                    continue
+                meaning = meaning_of(error)
+                if not meaning.passes:
                     raise
                 is_wrong = meaning.is_nowhere and not self.was_there
                 wait_s = retries.wait_s(min(io_limits.NOWHERE_S, io_limits.RETRY_S) if is_wrong else None)
-                if wait_s is None and is_renewed:  # a program for credentials may print others each time
-                    raise
                 if wait_s is None:
                     tries = f"gave up after {retries.elapsed_s:.1f} s, {retries.failures} tries: "
                     raise StoreTimeout(self._told(call, error, tries)) from self._secrets.harmless(error)

@@ -5,11 +5,12 @@ The servers speak HTTP and TLS on loopback; what S3 says of a token or a clock i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -271,6 +272,35 @@ def test_a_program_that_gives_others_each_time_that_are_all_refused(
             store.put("a", b"data")
         server.answer = None
         store.put("a", b"data")
+
+
+@pytest.mark.parametrize("client", ["s3fs"], indirect=True)
+def test_credentials_that_expire_at_the_end_of_an_outage(
+    server: Refusing, client: str, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the outage is up, and the last try is refused; but somebody has renewed them, and the server is
+    there."""
+    write(credentials, "first")
+    place = {"endpoint_url": server.url, "region_name": "us-east-1"}
+    with open_store("s3://bucket/run", {"client": client, "client_kwargs": place}) as store:
+        store.put("a", b"data")
+        write(credentials, "second")
+        server.expired.add("first")
+        tries, send = 0, store._client.send  # type: ignore[attr-defined]
+
+        async def after_an_outage(operation: str, parameters: Mapping[str, object]) -> object:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise OSError("away")
+            if tries == 2:
+                monkeypatch.setattr(io_limits, "RETRY_S", 1.0)
+                await asyncio.sleep(1.0)
+            return await send(operation, parameters)
+
+        monkeypatch.setattr(store._client, "send", after_an_outage)  # type: ignore[attr-defined]
+        store.put("b", b"data")
+    assert tries == 3
 
 
 @pytest.mark.parametrize("client", ["obstore"], indirect=True)
