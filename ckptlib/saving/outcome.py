@@ -355,11 +355,11 @@ class Outcomes:
     def close(self, timeout: timedelta) -> None:
         """Closes the writer, which finishes its saves, and notes their outcome. Until then, ranks tell each other of
         shares that failed."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        while (self._writer.awaited or self._writer.commits_next) and time.monotonic() < deadline:
+        began, timeout_s = time.monotonic(), timeout.total_seconds()
+        while (self._writer.awaited or self._writer.commits_next) and time.monotonic() < began + timeout_s:
             self.poll(LISTEN_LAST_S)
         with self.turn:
             try:
-                self._events += self._writer.close(max(deadline - time.monotonic(), 0.0))
+                self._events += self._writer.close(timeout_s, waited_s=time.monotonic() - began)
             finally:
                 self.poll()

@@ -358,8 +358,9 @@ class Writer:
         if self._unread is not None:
             self._unread.close()
 
-    def close(self, timeout_s: float) -> list[Message]:
-        """Lets the writer finish its orders; returns its events, as `poll` does.
+    def close(self, timeout_s: float, waited_s: float = 0.0) -> list[Message]:
+        """Lets the writer finish its orders; returns its events, as `poll` does. `waited_s`: how much of `timeout_s`
+        has passed.
 
         An expected snapshot that is not there by now never will be: whoever was to take it was interrupted.
 
@@ -370,7 +371,7 @@ class Writer:
         for order in self._open.of("expect"):
             self.void(parse_save(order["save"]), "its rank was interrupted as its snapshot began", order["drains"])
         began = time.monotonic()
-        deadline = began + timeout_s
+        deadline = began + timeout_s - waited_s
         while self._open and time.monotonic() < min(deadline, began + self._patience_s):
             self._noted = self.poll(0.05)  # from a replacement, if this one gives up an order; Ctrl-C loses none
         self._child.channel.send({"op": "close"})

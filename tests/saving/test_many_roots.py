@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,20 @@ def test_who_opens_another_root_does_not_wait_until_old_steps_are_removed(
     assert "still removes old steps, and goes on with that alone" in caplog.text
     write_plan(plan, [])
     until(lambda: steps(tmp_path / "first") == [2])
+
+
+def test_what_a_save_was_waited_for_is_told_where_it_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at the end of a program: two waits share that time, and the message had what was left for the second."""
+    monkeypatch.setattr(registry, "SAVE_DEADLINE", timedelta(seconds=1))
+    plan = tmp_path / "plan"
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    ckptlib.save_async(f"fault+file://{tmp_path}/first?plan={plan}", STATE, 1)
+    close_sessions()
+    assert "did not finish within 1 s; it goes on alone" in caplog.text
+    write_plan(plan, [])
+    until(lambda: steps(tmp_path / "first") == [1])
 
 
 def test_one_that_was_closed_is_gone_on_with(tmp_path: Path) -> None:
