@@ -41,6 +41,8 @@ class Pairs:
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
         self.counts = Counts([pair.source.name for pair in self.late], [pair.source.tensor for pair in self.late])
+        self.frozen = {pair.source.name for pair in pairs if pair.late and pair.source.frozen}
+        """The names of those behind the fence to which nobody writes, as far as known."""
         now = [pair for pair in pairs if pair.movable and not pair.late]
         self.large = [pair for pair in now if pair.large]
         small = [pair for pair in now if not pair.large]

@@ -93,7 +93,9 @@ class Staging:
         self.frozen: Mapping[int, tuple[str, bool]] = {}
         """The names of the large shards to which nobody writes, and whether they overlap, by place in the table."""
         self.changed: Sequence[str] = ()
-        """The names of those that have other bytes than in the snapshot before."""
+        """The names of frozen ones that have other bytes than in the snapshot before, or were written to meanwhile."""
+        self.may_change: set[str] = set()
+        """The names of the frozen tensors that are copied behind the fence, for replicas of other ranks, too."""
         self.check = compared(content.header.number)
         """This rank's check of what others hold, too; known when the snapshot is sealed."""
         self._copied = threading.Event()
@@ -245,6 +247,7 @@ class Stager:
             copied.append(Copied(job.header.rank, Body(job.offsets, job.header.body_nbytes), found))
         for begun in self._devices.begin(copied, spare):
             staging.device_copies.append(begun)
+        staging.may_change = {name for some in parts for name in some.frozen}
         host_copies = HostCopies(parts, self._random, self._scratch)
         counts = [counts for copies in staging.device_copies for counts in copies.counts] + host_copies.counts
         staging.watch, staging.overlapped = Watch(counts), any(some.names for some in counts)
@@ -290,7 +293,7 @@ class Stager:
                 host_copies.move()
                 if reading is not None:
                     reading.read_late()
-                _raise_torn(staging.step, host_copies.written())
+                _raise_torn(staging, host_copies.written())
             finally:
                 staging.seconds = time.perf_counter() - began
                 host_copies.clear()
@@ -299,7 +302,7 @@ class Stager:
                 staging._copied.set()
                 # all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
                 written = [name for copies in staging.device_copies for name in copies.finish()]
-            _raise_torn(staging.step, written or staging.watch.written)
+            _raise_torn(staging, written or staging.watch.written)
             if reading is not None:
                 staging.check = reading.finish(staging.content.header.rank)
             table, before = self._sealed
@@ -326,11 +329,12 @@ class Stager:
         self._devices.clear()
 
 
-def _raise_torn(step: int, written: Sequence[str]) -> None:
+def _raise_torn(staging: Staging, written: Sequence[str]) -> None:
     if written:
+        staging.changed = [name for name in written if name in staging.may_change]
         raise TornSnapshot(
-            f"step {step}: {written[0]} was modified while it was being copied; whatever modifies the state, other "
-            "than its optimizers, must do so inside `with checkpointer.updating():`"
+            f"step {staging.step}: {written[0]} was modified while it was being copied; whatever modifies the state, "
+            "other than its optimizers, must do so inside `with checkpointer.updating():`"
         )
 
 

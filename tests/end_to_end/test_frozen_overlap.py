@@ -161,3 +161,22 @@ def test_small_ones_that_change_after_all_fail_no_save(training: Training, tmp_p
     assert training.overlapped == [*range(FROZEN_AFTER + 1, 9)]
     saved = ckptlib.open(training.root, 6)
     assert all(torch.equal(saved.get_tensor(f"base/{i}"), weight) for i, weight in enumerate(training.base))
+
+
+def test_what_a_forward_writes_without_a_change_is_copied_at_once_from_then_on(
+    training: Training, tmp_path: Path
+) -> None:
+    """As it clamps weights, or looks rows up in a frozen embedding with `max_norm`: no digest ever shows that."""
+
+    def write() -> None:
+        with torch.no_grad():
+            training.base[1].clamp_(-100, 100)
+
+    with checkpointer(training, tmp_path) as ckpt:
+        for step in range(1, FROZEN_AFTER + 1):
+            training.save(ckpt, step, write).wait_committed(WAIT_S)
+        with pytest.raises(TornSnapshot):
+            training.save(ckpt, FROZEN_AFTER + 1, write).wait_staged(WAIT_S)
+        for step in range(FROZEN_AFTER + 2, FROZEN_AFTER + 8):
+            training.save(ckpt, step, write).wait_committed(WAIT_S)
+    assert training.overlapped[-1] > FROZEN_AFTER + 1, "base/0 does again"
