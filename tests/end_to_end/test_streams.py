@@ -18,13 +18,14 @@ from helpers.streams import Event, Simulation, Stream
 
 from ckptlib.devices import accelerator
 from ckptlib.slots.slot import Slot
-from ckptlib.staging import copies, device_copies, prepared_copies, spare_memory
+from ckptlib.staging import copies, device_copies, prepared_copies, spare_memory, stager
 from ckptlib.staging.device_copies import Copied, Devices, Lane
 from ckptlib.staging.fence import Fence
 from ckptlib.staging.known_copies import KnownPairs
 from ckptlib.staging.pair import CopySource
 from ckptlib.staging.spare_memory import Figures, Spare
 from ckptlib.staging.stager import CopyJob, Stager
+from ckptlib.staging.watch import Watch
 
 SCHEDULES = int(os.environ.get("CKPTLIB_SCHEDULES", "192"))
 """In all; a device's order is one in very many, so more are tried where the copies change."""
@@ -128,6 +129,35 @@ def test_a_conjugate_is_left_to_copy(world: World, monkeypatch: pytest.MonkeyPat
 # And what never was
 
 
+def test_a_few_elements_are_written_past_the_fence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts them as they are ordered, whatever the device has done by then; samples miss nearly all."""
+    snapshot = Schedule._snapshot
+
+    def then_write(schedule: Schedule, step: int) -> None:
+        snapshot(schedule, step)
+        schedule.tensors["t5"][:1].add_(1.0)
+
+    monkeypatch.setattr(Schedule, "_snapshot", then_write)
+    for memory, pinned, eager in product(["host", "device"], [True, False], [False, True]):
+        assert first_wrong(world, [Given(memory, pinned, eager=eager)], 1).startswith("torn: "), (memory, pinned, eager)
+
+
+def test_writes_are_counted_up_to_the_end_of_the_copy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of up to the fence: those of the optimizer behind it are among them."""
+
+    class Late(Watch):
+        def look(self) -> None:
+            pass
+
+        @property
+        def written(self) -> list[str]:
+            super().look()
+            return super().written
+
+    monkeypatch.setattr(stager, "Watch", Late)
+    assert first_wrong(world, [Given(), Given("device")]).startswith("torn: ")
+
+
 def test_what_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "wait", lambda event: None)
     with monkeypatch.context() as patch:
@@ -207,20 +237,20 @@ def test_what_is_let_go_of_between_two_snapshots(world: World, monkeypatch: pyte
     simulation = with_memory_to_spare(monkeypatch)
     alive: list[int] = []
     with simulation:
-        stager = Stager(lambda staging: None, spare=True)
+        made = Stager(lambda staging: None, spare=True)
         shards = {e.name: torch.ones(e.shape, dtype=getattr(torch, e.dtype)) for e in world.layout.tensors}
         sources = [CopySource(name, simulation.to_device(shards[name]), False) for name in world.names]
         before = simulation.nbytes_alive()
         for slot in world.slots[:2]:
-            staging = stager.begin(slot, world.content())
-            stager.copy(staging, sources, [])
+            staging = made.begin(slot, world.content())
+            made.copy(staging, sources, [])
             staging.go()
             staging.wait_sealed(60)
             alive.append(simulation.nbytes_alive())
             del staging
-            stager.forget_tensors()
+            made.forget_tensors()
             alive.append(simulation.nbytes_alive())
-        stager.close()
+        made.close()
     assert alive[1::2] == [before, before]
     assert min(alive[::2]) > before
 
@@ -230,7 +260,7 @@ def nbytes_with_a_twin(world: World, monkeypatch: pytest.MonkeyPatch, num_alone:
     simulation = with_memory_to_spare(monkeypatch)
     twin = Slot.create(world.slots[0].path.parent, "twin", SLOT_BYTES)
     with simulation:
-        stager = Stager(lambda staging: None, spare=True)
+        made = Stager(lambda staging: None, spare=True)
         shards = {e.name: torch.ones(e.shape, dtype=getattr(torch, e.dtype)) for e in world.layout.tensors}
         sources = [CopySource(name, simulation.to_device(shards[name]), False) for name in world.names]
         alike = [source for source in sources if source.tensor.nbytes > 2000]
@@ -239,12 +269,12 @@ def nbytes_with_a_twin(world: World, monkeypatch: pytest.MonkeyPatch, num_alone:
             content = world.content()
             header = replace(content.header, rank=1, sequence=content.header.sequence - 1, body_nbytes=SLOT_BYTES // 2)
             jobs = [CopyJob(twin, header, alike, places)] if n >= num_alone else []
-            staging = stager.begin(world.slots[n % NUM_SLOTS], content)
-            stager.copy(staging, sources, jobs)
+            staging = made.begin(world.slots[n % NUM_SLOTS], content)
+            made.copy(staging, sources, jobs)
             staging.go()
             staging.wait_sealed(60)
         found = simulation.nbytes_alive()
-        stager.close()
+        made.close()
     twin.close()
     twin.unlink()
     return found

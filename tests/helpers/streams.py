@@ -300,7 +300,9 @@ class Simulation(TorchDispatchMode):
         held = self._held(arguments, stream)
 
         def task() -> None:
-            with self.host(), torch.inference_mode(), suppress(_Freed):
+            # torch has counted the writes when they were ordered, as it does on a device
+            uncounted = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+            with self.host(), torch.inference_mode(), uncounted, suppress(_Freed):
                 run(*held())
 
         stream.tasks.append(Task(task, link=link))

@@ -133,9 +133,9 @@ def test_a_save_that_does_not_end_is_waited_for_no_longer_than_any_may_take(
     """Its copy hangs, as where the file system of the slots does. A restore that went on would take an older step."""
     go_on, seal = threading.Event(), stager._seal
 
-    def hang(staging: stager.Staging) -> None:
+    def hang(staging: stager.Staging, before: list[str] | None) -> list[str]:
         assert go_on.wait(WAIT_S)
-        seal(staging)
+        return seal(staging, before)
 
     first = ckptlib.Checkpointer(tmp_path, {"w": torch.ones(1000)}, every=10**6, save_deadline=timedelta(seconds=2))
     monkeypatch.setattr(stager, "_seal", hang)

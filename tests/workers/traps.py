@@ -27,7 +27,7 @@ CHUNK_BYTES = 1 << 14
 def mark_sealed(rank: int, gates: str) -> None:
     """A file for each snapshot that this rank has sealed: no trap may depend on who is faster."""
 
-    def mark(staging: stager.Staging) -> None:
+    def mark(staging: stager.Staging, before: object) -> None:
         Path(gates, f"sealed{staging.step}.rank{rank}").touch()
 
     wrap(stager, "_seal", after=mark)
@@ -85,7 +85,7 @@ def set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None 
         replicator.Replicator, "begin", before=lambda itself, now, staging, local_replicas: begun.append(now.save.step)
     )
 
-    def on_staging(staging: Any) -> None:
+    def on_staging(staging: Any, before: object) -> None:
         if staging.step == step:
             die()
 
