@@ -16,6 +16,7 @@ from ckptlib.errors import TornSnapshot
 from ckptlib.saving.pending import Pending
 from ckptlib.staging.fence import Fence
 from ckptlib.state.leaf import Leaf, Sharded, local_of
+from ckptlib.state.owners import is_left_alone
 from ckptlib.state.places import place
 from ckptlib.state.subclasses import is_subclass
 
@@ -89,7 +90,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yields the tensors that a step writes."""
     for group in optimizer.param_groups:
-        yield from (param for param in group["params"] if param.requires_grad)  # a step leaves the others alone
+        yield from (param for param in group["params"] if not is_left_alone(param))
     for state in optimizer.state.values():
         yield from _tensors_in(state)
 

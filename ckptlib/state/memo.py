@@ -146,7 +146,7 @@ class Memo:
         self.written: set[int] = set()
         """The ids of those parameters that a forward writes to as well."""
         self.frozen: set[int] = set()
-        """The ids of those that ask for no gradient."""
+        """The ids of those that a step leaves alone."""
         self.given: dict[int, torch.optim.Optimizer] = {}
         """The owners that the caller passed."""
         self.sections: dict[tuple[str, bool], Section[Found]] = {}

@@ -1,5 +1,5 @@
 """Finds which optimizer owns which tensor: its step is the only writer of its parameters, but for those that a forward
-writes to, and those that ask for no gradient."""
+writes to, and those that have no gradient, and ask for none."""
 
 from __future__ import annotations
 
@@ -41,10 +41,16 @@ def owners_of(owned: Sequence[object]) -> dict[int, torch.optim.Optimizer]:
 
 
 def frozen_in(owned: Sequence[object]) -> set[int]:
-    """Returns the ids of the optimizers' parameters that ask for no gradient. A step leaves them alone, so whatever
-    writes to one does not wait at the fence: MoCo's forward writes to its momentum encoder, which `model.parameters()`
-    gives to the optimizer like all others."""
-    return {id(one) for one in owned if isinstance(one, torch.Tensor) and not one.requires_grad}
+    """Returns the ids of the optimizers' parameters that a step leaves alone. So whatever writes to one does not wait
+    at the fence: MoCo's forward writes to its momentum encoder, which `model.parameters()` gives to the optimizer like
+    all others."""
+    return {id(one) for one in owned if isinstance(one, torch.Tensor) and is_left_alone(one)}
+
+
+def is_left_alone(param: torch.Tensor) -> bool:
+    """Returns whether an optimizer's step leaves the parameter alone: it asks for no gradient, and has none. A GAN's
+    discriminator asks for none while the generator trains, but has those of its own step."""
+    return not param.requires_grad and param.grad is None
 
 
 def written_in_forward(owned: Sequence[object]) -> set[int]:

@@ -220,6 +220,20 @@ def test_no_optimizer_owns_a_parameter_that_asks_for_no_gradient() -> None:
         assert [leaf.name for leaf in leaves if leaf.frozen] == ["m/weight"] * frozen
 
 
+def test_an_optimizer_owns_what_its_step_writes_though_it_asks_for_no_gradient_just_now() -> None:
+    """As a GAN's discriminator while the generator trains. What is planned for it stays: its leaves are the same."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    state, memo = {"m": model, "o": optimizer}, Memo()
+    model.weight.grad = torch.ones(3, 4)
+    before = flatten(state, memo).leaves
+    for frozen in (True, False, True):
+        model.weight.requires_grad_(not frozen)
+        assert flatten(state, memo).leaves is before
+    optimizer.zero_grad()
+    assert [leaf.name for leaf in flatten(state, memo).leaves if leaf.owner is None] == ["m/weight"]
+
+
 @pytest.mark.parametrize("num_beside", [0, 20])
 def test_no_optimizer_alone_writes_to_what_is_tied_to_such_a_weight(num_beside: int) -> None:
     """The other name may come first, in a module, in a dict, or by itself."""

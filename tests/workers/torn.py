@@ -128,7 +128,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def step_with_gradients(optimizer: torch.optim.Optimizer) -> None:
     for p in params_of(optimizer):
-        p.grad = torch.randn_like(p)
+        p.grad = torch.randn_like(p) if p.requires_grad else None
     optimizer.step()
 
 
