@@ -23,6 +23,7 @@ from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
 from ckptlib.staging.pair import OVERLAP_FROM_BYTES, CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
+from ckptlib.staging.watch import Counts, Watch
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.structure import same
@@ -121,6 +122,8 @@ class Planner:
         """Frozen parameters that have been seen to change."""
         self._written: frozenset[str] = frozenset()
         """Those whose bytes this rank saw to differ between two of its snapshots."""
+        self._frozen: tuple[list[Leaf], Counts, Watch] = [], Counts([], []), Watch([])
+        """Leaves; torch's counts of the writes to those that are frozen; and what watches these since the last save."""
         self._digests: _Digests | None = None
         self._one_of_each: tuple[list[Leaf], dict[tuple[int, bool], Leaf]] = [], {}
         """Leaves, and one leaf of each kind; see `_Late`."""
@@ -196,7 +199,7 @@ class Planner:
         """Drops objects that were made for the last snapshot alone. `flat`: the state of that snapshot."""
         if not flat.lends:
             return
-        self._one_of_each = [], {}
+        self._one_of_each, self._frozen = ([], {}), ([], *self._frozen[1:])
         self._let_go_of_digests()
         self._leaves = _kept(self._leaves)
         self._sources = {
@@ -211,6 +214,7 @@ class Planner:
     def forget_tensors(self) -> None:
         """Drops everything that holds a tensor of the state; the plan stays."""
         self._leaves, self._sources, self._one_of_each = [], {}, ([], {})
+        self._frozen = [], Counts([], []), Watch([])
         self._let_go_of_digests()
 
     def _let_go_of_digests(self) -> None:
@@ -254,7 +258,20 @@ class Planner:
     def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[CopySource]:
         """Returns the sources of all copies, in the table's order; the same list as at the last save if nothing
         changed."""
+        self._look_for_writes(leaves)
         return self._sources_of(self._group.rank, plan.order, leaves, overlap)
+
+    def _look_for_writes(self, leaves: list[Leaf]) -> None:
+        """Has frozen parameters wait again before they overlap if torch counted a write to one since the last save: the
+        copy would be torn if their bytes differ."""
+        known, counts, watch = self._frozen
+        if watch.written:
+            self._sources = {}
+        if known is not leaves:
+            some = [leaf for leaf in leaves if _is_unowned(leaf) and leaf.name not in self._written and not leaf.lent]
+            pieces = [(leaf.name, tensor) for leaf in some for _, tensor in leaf.pieces]
+            counts = Counts([name for name, _ in pieces], [tensor for _, tensor in pieces])
+        self._frozen = leaves, counts, Watch([counts])
 
     def alike(self, rank: int, table: Table, plan: Plan) -> Alike | None:
         """Returns the large shards of another rank's snapshot that this rank could copy from its own memory; None for
@@ -306,6 +323,7 @@ class Planner:
         """Notes frozen parameters that change after all, as this rank alone has seen: they no longer overlap."""
         self._written |= {*names}
         self._sources = {}
+        self._frozen = [], Counts([], []), Watch([])
 
     def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
         late = self._late(leaves, overlap)

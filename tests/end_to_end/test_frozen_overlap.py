@@ -172,11 +172,26 @@ def test_what_a_forward_writes_without_a_change_is_copied_at_once_from_then_on(
         with torch.no_grad():
             training.base[1].clamp_(-100, 100)
 
+    def write_late() -> None:
+        if training.overlapped[-1] > FROZEN_AFTER + 1:
+            write()
+
     with checkpointer(training, tmp_path) as ckpt:
         for step in range(1, FROZEN_AFTER + 1):
-            training.save(ckpt, step, write).wait_committed(WAIT_S)
+            training.save(ckpt, step).wait_committed(WAIT_S)
         with pytest.raises(TornSnapshot):
             training.save(ckpt, FROZEN_AFTER + 1, write).wait_staged(WAIT_S)
         for step in range(FROZEN_AFTER + 2, FROZEN_AFTER + 8):
-            training.save(ckpt, step, write).wait_committed(WAIT_S)
+            training.save(ckpt, step, write_late).wait_committed(WAIT_S)
     assert training.overlapped[-1] > FROZEN_AFTER + 1, "base/0 does again"
+
+
+def test_a_write_between_saves_that_torch_counts_fails_none(training: Training, tmp_path: Path) -> None:
+    """As a target network gets the weights of another, even just before the last save."""
+    with checkpointer(training, tmp_path) as ckpt:
+        for step in range(1, 13):
+            if step in (6, 12):
+                training.base[step == 12].detach().mul_(2)
+            training.save(ckpt, step).wait_committed(WAIT_S)
+    assert training.overlapped == [4, 5, 10, 11], "base/1 alone from 10 on"
+    training.check([*range(1, 13)])
