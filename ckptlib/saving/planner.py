@@ -122,7 +122,7 @@ class Planner:
         """Frozen parameters that have been seen to change."""
         self._written: frozenset[str] = frozenset()
         """Those whose bytes this rank saw to differ between two of its snapshots."""
-        self._frozen: tuple[list[Leaf], Counts, Watch] = [], Counts([], []), Watch([])
+        self._frozen: tuple[list[Leaf], Counts, Watch] = [], Counts([]), Watch([])
         """Leaves; torch's counts of the writes to those that are frozen; and what watches these since the last save."""
         self._digests: _Digests | None = None
         self._one_of_each: tuple[list[Leaf], dict[tuple[int, bool], Leaf]] = [], {}
@@ -206,7 +206,7 @@ class Planner:
             rank: replace(
                 known,
                 leaves=_kept(known.leaves),
-                sources=[s if not s.lent else CopySource(s.name, _NONE, s.overlap, True) for s in known.sources],
+                sources=[s if not s.lent else CopySource(s.name, _NONE, s.overlap, lent=True) for s in known.sources],
             )
             for rank, known in self._sources.items()
         }
@@ -214,7 +214,7 @@ class Planner:
     def forget_tensors(self) -> None:
         """Drops everything that holds a tensor of the state; the plan stays."""
         self._leaves, self._sources, self._one_of_each = [], {}, ([], {})
-        self._frozen = [], Counts([], []), Watch([])
+        self._frozen = [], Counts([]), Watch([])
         self._let_go_of_digests()
 
     def _let_go_of_digests(self) -> None:
@@ -269,8 +269,7 @@ class Planner:
             self._sources = {}
         if known is not leaves:
             some = [leaf for leaf in leaves if _is_unowned(leaf) and leaf.name not in self._written and not leaf.lent]
-            pieces = [(leaf.name, tensor) for leaf in some for _, tensor in leaf.pieces]
-            counts = Counts([name for name, _ in pieces], [tensor for _, tensor in pieces])
+            counts = Counts([(leaf.name, tensor, leaf.outer) for leaf in some for _, tensor in leaf.pieces])
         self._frozen = leaves, counts, Watch([counts])
 
     def alike(self, rank: int, table: Table, plan: Plan) -> Alike | None:
@@ -323,7 +322,7 @@ class Planner:
         """Notes frozen parameters that change after all, as this rank alone has seen: they no longer overlap."""
         self._written |= {*names}
         self._sources = {}
-        self._frozen = [], Counts([], []), Watch([])
+        self._frozen = [], Counts([]), Watch([])
 
     def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
         late = self._late(leaves, overlap)
@@ -349,7 +348,7 @@ class Planner:
                 cut = tensor.detach() if region is None else within(region, box, tensor)
                 # small ones are copied at once, and share chunks, whose digests would tell of others' changes
                 proven = i in frozen and cut.nbytes >= OVERLAP_FROM_BYTES
-                found.append(CopySource(leaf.name, cut, is_late, leaf.lent, proven))
+                found.append(CopySource(leaf.name, cut, is_late, leaf.outer, leaf.lent, proven))
         self._sources[rank] = _Sources(order, leaves, late, found, wait)
         return found
 
@@ -387,7 +386,7 @@ _NONE = torch.empty(0, device="cpu")
 
 def _kept(leaves: list[Leaf]) -> list[Leaf]:
     """Replaces each lent leaf by one without a tensor, which equals nothing."""
-    return [replace(leaf, pieces=()) if leaf.lent else leaf for leaf in leaves]
+    return [replace(leaf, pieces=(), outer=None) if leaf.lent else leaf for leaf in leaves]
 
 
 def _shape(leaves: list[Leaf]) -> Shape:

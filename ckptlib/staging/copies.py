@@ -32,6 +32,10 @@ ROUND_BYTES = 4 << 20
 host."""
 
 
+def counts_of(pairs: Iterable[Pair]) -> Counts:
+    return Counts([(pair.source.name, pair.source.tensor, pair.source.outer) for pair in pairs])
+
+
 class Pairs:
     """Shards of a snapshot and their places in one slot, sorted by how they are copied."""
 
@@ -40,7 +44,7 @@ class Pairs:
         self.all, self._beside = pairs, beside
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
-        self.counts = Counts([pair.source.name for pair in self.late], [pair.source.tensor for pair in self.late])
+        self.counts = counts_of(self.late)
         self.frozen = {pair.source.name for pair in pairs if pair.late and pair.source.frozen}
         """The names of those behind the fence to which nobody writes, as far as known."""
         now = [pair for pair in pairs if pair.movable and not pair.late]
@@ -90,6 +94,7 @@ def work_of(
         across_later=Across(_NOWHERE),
         then=Across(gathered.runs(body)),
         samples=Samples([pair.source.name for pair in late], places, device, on_device=True),
+        counts=counts_of(late),
         home=body,
     )
 
@@ -126,6 +131,7 @@ def _straight(
         across_later=across(late=True),
         then=Across(gathered.runs(body)),
         samples=Samples([pair.source.name for pair in late], _to_host(late), device, on_device=False),
+        counts=counts_of(late),
         home=body,
     )
 

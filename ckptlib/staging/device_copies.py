@@ -77,7 +77,7 @@ class DeviceCopies:
     @property
     def counts(self) -> list[Counts]:
         """The counts of the writes to what is copied behind the fence."""
-        return [work.samples.counts for work in (*self._free, *self._ringed)]
+        return [work.counts for work in (*self._free, *self._ringed)]
 
     @property
     def read(self) -> bool:

@@ -23,6 +23,8 @@ class CopySource:
     """This rank's box of it, in the box's shape; any strides."""
     overlap: bool
     """Whether its only writer waits at the fence, or nobody writes to it."""
+    outer: torch.Tensor | None = None
+    """See `Leaf.outer`."""
     lent: bool = False
     """See `Leaf.lent`."""
     frozen: bool = False

@@ -127,7 +127,6 @@ class Samples:
     def __init__(self, names: list[str], places: Places, device: torch.device | None, on_device: bool) -> None:
         """`on_device`: whether the targets are in memory of `device`; else they are sampled on the host."""
         self.names, self._on_device = names, on_device
-        self.counts = Counts(names, places.sources)
         self._sources = [bytes_of(source) for source in places.sources]
         self._targets = [bytes_of(target) for target in places.targets]
         self._windows: list[_Windows] = []
@@ -196,5 +195,7 @@ class DeviceWork:
     """Copies from memory of the device to the host, for which nothing waits."""
     samples: Samples
     """Samples of what is copied behind the fence."""
+    counts: Counts
+    """Torch's counts of the writes to it."""
     home: torch.Tensor
     """Bytes of the host to which all of it goes."""

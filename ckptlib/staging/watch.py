@@ -1,14 +1,14 @@
 """Watches tensors by torch's count of the writes to each: one element is enough to raise it.
 
-Torch does not count writes through `.data`, through memory that numpy or a kernel of one's own was given, or by its
-fused optimizers; samples find such writes if they are large.
+Torch does not count writes through `.data`, through memory that numpy or a kernel of one's own was given, by its fused
+optimizers, or by its foreach functions on DTensors; samples find such writes if they are large.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -18,8 +18,10 @@ _count: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 class Counts:
     """Torch's counts of the writes to some tensors. 600 take 0.07 ms."""
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        counted = [(n, t) for n, t in zip(names, tensors, strict=True) if not t.is_inference()]  # these have no count
+    def __init__(self, watched: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
+        """`watched`: each tensor's name, itself, and the DTensor around it, if any, which has a count of its own."""
+        known = [(name, tensor) for name, *both in watched for tensor in both if tensor is not None]
+        counted = [(name, tensor) for name, tensor in known if not tensor.is_inference()]  # these have no count
         self.names = [name for name, _ in counted]
         self._tensors = [tensor for _, tensor in counted]
 

@@ -75,6 +75,8 @@ class Leaf(TensorSpec):
     """The first name of this tensor on this rank, if this is a further one; other ranks may not tie them."""
     frozen: bool = False
     """Whether it is a parameter that asks for no gradient."""
+    outer: torch.Tensor | None = None
+    """The DTensor around it, if any: torch counts writes to that apart."""
     lent: bool = False
     """Whether it may have been made for this pass alone: nothing keeps it beyond the snapshot. In host memory, only
     tensors that a module's hooks made count as lent: a device's memory is scarce."""
@@ -162,7 +164,7 @@ def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | 
         )
     whole = len(found) == 1 and found[0].local.shape == expected
     pieces = tuple((p.box, local if whole else local[p.local.slices()]) for p in found)
-    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor), outer=tensor)
 
 
 @lru_cache(maxsize=1024)  # layers are alike

@@ -291,7 +291,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     """FSDP2's DTensors under every optimizer, and an all-reduce that writes to parameters."""
     fork_ranks("torn.py", 2, tmp_path, 2, timeout_s=120)
     outcomes = json.loads((tmp_path / "outcomes").read_text())
-    kinds = {*IN_PLACE, "all_reduce", "step"}
+    kinds = {*IN_PLACE, "all_reduce", "one_element", "step"}
     for found in outcomes:
         assert found.keys() == {f"{fence} {kind}" for fence in ("fenced", "unfenced") for kind in kinds}
         for kind, counts in found.items():

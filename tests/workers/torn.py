@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from helpers.stage import held, is_copied
+from torch.distributed.tensor import DTensor
 
 from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
@@ -81,7 +82,7 @@ class Rig:
         content = self._content(list(leaves.values()))
         layout_names = [entry.name for entry in self._layout(list(leaves.values())).tensors]
         ordered = [leaves[layout_names[t]] for t in content.table.tensors]
-        sources = [CopySource(leaf.name, leaf.pieces[0][1].detach(), self.earned(leaf)) for leaf in ordered]
+        sources = [CopySource(f.name, f.pieces[0][1].detach(), self.earned(f), f.outer) for f in ordered]
         self._oracle = [raw(leaf.pieces[0][1]) for leaf in ordered]
         staging = self.stager.begin(self.slot, content)
         with staging.failing():
@@ -175,6 +176,16 @@ def change_moments(optimizer: torch.optim.Optimizer) -> None:
 def all_reduce(optimizer: torch.optim.Optimizer) -> None:
     for p in params_of(optimizer):
         dist.all_reduce(p.to_local() if hasattr(p, "to_local") else p)
+
+
+@torch.no_grad()
+def change_one_element(optimizer: torch.optim.Optimizer) -> None:
+    """By an operation on DTensors: torch counts it, but for the outer tensors, not for the local ones."""
+    for p in params_of(optimizer):
+        assert isinstance(p, DTensor)
+        local = torch.zeros_like(p.to_local())
+        local.view(-1)[-1:] = 1.0
+        p.add_(DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()))
 
 
 IN_PLACE: dict[str, Mutation] = {
@@ -273,7 +284,7 @@ def main() -> None:
         optimizer = make(list(model.parameters()))
         state = {"model": model, "nested": {"optim": optimizer}}
         step_with_gradients(optimizer)
-        mutations = {**IN_PLACE, "all_reduce": all_reduce}
+        mutations = {**IN_PLACE, "all_reduce": all_reduce, "one_element": change_one_element}
         for mutation, mutate in mutations.items():
 
             def through_the_fence(o: torch.optim.Optimizer, mutate: Mutation = mutate) -> None:
