@@ -257,10 +257,10 @@ def test_what_is_committed_as_a_close_that_times_out_waits_is_told(job: Job, mon
     forget_last_save(ckpt)
     close = Writer.close
 
-    def close_behind_the_commit(writer: Writer, timeout_s: float) -> list[Message]:
+    def close_behind_the_commit(writer: Writer, timeout_s: float, waited_s: float) -> list[Message]:
         faulty(job, [second])
         until(lambda: has_said(ckpt, "committed"))
-        return close(writer, timeout_s)
+        return close(writer, timeout_s, waited_s)
 
     monkeypatch.setattr(Writer, "close", close_behind_the_commit)
     with pytest.raises(WaitTimeout):

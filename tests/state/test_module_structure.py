@@ -83,6 +83,7 @@ def test_the_changes_are_changes() -> None:
             same.append(name)
     assert same == [
         "nothing",
+        "frozen",
         "a cache replaced",
         "activation checkpoints",
         "no hook of a wrapper",
