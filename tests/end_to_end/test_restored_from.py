@@ -185,7 +185,7 @@ def test_a_restored_step_that_cannot_be_saved_again_is_no_success(
         assert state["model"].tolist() == [last] * 4
 
 
-@pytest.mark.slow  # on a busy machine nothing was dropped, in one of eight runs; not understood
+@pytest.mark.slow  # on a busy machine nothing was dropped, in two of eight runs; not understood
 def test_starts_that_die_before_their_first_step_drop_no_earlier_one(tmp_path: Path) -> None:
     """What memory alone had is saved again by them, time and again: that is one step."""
     (tmp_path / "arena").mkdir()
