@@ -233,7 +233,6 @@ def test_the_wait_ends_and_says_whom_it_was_for(
     assert crash_oracle.slots_of(left.root) == []
 
 
-@pytest.mark.slow  # waited once in two whole runs, and in none of ten alone; not understood
 def test_a_writer_that_is_killed_is_not_waited_for(left: Left, waiting: list[str]) -> None:
     left.die_at(1)
     os.kill(left.writer, signal.SIGKILL)
