@@ -195,7 +195,7 @@ class Stager:
         self._begun: Staging | None = None
         """The newest staging."""
         self._sealed: tuple[Table | None, list[str]] = None, []
-        """The table of the last snapshot that was sealed, and the digests of its shards. Staging thread."""
+        """The table of the last snapshot that was sealed, and the digests of its chunks. Staging thread."""
         self._jobs = JobThread("stage")
 
     def start(self) -> None:
