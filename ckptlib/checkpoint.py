@@ -36,8 +36,9 @@ from ckptlib.reading.saved_names import SavedNames
 from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.saving.agreement import Row
 from ckptlib.saving.pending import Pending
-from ckptlib.saving.planner import Overlap, Plan
+from ckptlib.saving.planner import Plan
 from ckptlib.saving.session import Session
+from ckptlib.saving.sources import Overlap
 from ckptlib.saving.unreached import warn_of_unreached
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.fence import wait_for_copies

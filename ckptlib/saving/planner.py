@@ -5,12 +5,8 @@ If the tensors are those of the last save, nothing is planned anew, and nothing 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import torch
 
 from ckptlib.errors import StateChanged
 from ckptlib.format.body_layout import ALIGN_FROM_BYTES, body_nbytes, lay_out_in_order
@@ -18,35 +14,18 @@ from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, Placed
 from ckptlib.format.table import Table
 from ckptlib.ranks.group import Group
-from ckptlib.saving.agreement import Agreement, Row, agree, rows_of, within
+from ckptlib.saving.agreement import Agreement, Row, agree, rows_of
 from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
-from ckptlib.staging.pair import OVERLAP_FROM_BYTES, CopySource
+from ckptlib.saving.sources import Late, Order, Overlap, Sources, kept
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
-from ckptlib.staging.watch import Counts, Watch
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.structure import same
 
-Overlap = Callable[[Leaf], bool]
-"""Returns whether a leaf may be copied behind the fence, since its only writer waits there, or it is frozen. Asked once
-for all frozen leaves of an owner, and once for its others."""
-
 Shape = tuple[tuple[object, ...], ...]
 """The properties of every leaf that a plan depends on."""
-
-
-Order = tuple[tuple[int, int, Box | None], ...]
-"""For each shard, its leaf, the leaf's piece, and the region of that piece in the tensor's global coordinates; None for
-all."""
-
-_Late: TypeAlias = dict[tuple[int, bool], bool]
-"""Whether tensors are copied behind the fence, by the id of their owner, and whether they are frozen. By the id: an
-optimizer may define its own `==`, and no hash."""
-
-FROZEN_AFTER = 3
-"""How many saves copy what is frozen at once, before it overlaps. What changes from save to save has shown that by
-then: weights of a teacher or a target network ask for no gradient, either."""
 
 
 @dataclass(frozen=True)
@@ -78,25 +57,12 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class _Sources:
-    """The copies of one save, and the properties that they depended on."""
-
-    order: Order
-    leaves: list[Leaf]
-    late: _Late
-    sources: list[CopySource]
-    """The sources, in the order of `order`."""
-    wait: int
-    """How many more saves copy frozen parameters at once."""
-
-
-@dataclass(frozen=True)
 class _Digests:
     """The digests of one save's replicas, and the properties that they depended on."""
 
     plan: Plan
     leaves: list[Leaf]
-    late: _Late
+    late: Late
     moving: frozenset[str]
     digests: ReplicaDigests
 
@@ -112,21 +78,15 @@ class Planner:
         """The leaves that the plan was last used for."""
         self._changed = False
         """Whether the last comparison found another state than the one before."""
-        self._sources: dict[int, _Sources] = {}
-        """The sources of each snapshot, by the rank that it belongs to."""
+        self._sources = Sources()
+        """Where the copies of snapshots come from."""
         self._alike: dict[int, tuple[Plan, Alike]] = {}
         """What is alike with each rank's snapshot, by that rank; each with the own plan that it was found for."""
         self._own: frozenset[str] = frozenset()
         """Plain tensors that have differed between ranks."""
         self._moving: frozenset[str] = frozenset()
         """Frozen parameters that have been seen to change."""
-        self._written: frozenset[str] = frozenset()
-        """Those whose bytes this rank saw to differ between two of its snapshots."""
-        self._frozen: tuple[list[Leaf], Counts, Watch] = [], Counts([]), Watch([])
-        """Leaves; torch's counts of the writes to those that are frozen; and what watches these since the last save."""
         self._digests: _Digests | None = None
-        self._one_of_each: tuple[list[Leaf], dict[tuple[int, bool], Leaf]] = [], {}
-        """Leaves, and one leaf of each kind; see `_Late`."""
         self.must_compare = False
         """Whether the ranks must compare what they hold before the next save."""
 
@@ -199,22 +159,14 @@ class Planner:
         """Drops objects that were made for the last snapshot alone. `flat`: the state of that snapshot."""
         if not flat.lends:
             return
-        self._one_of_each, self._frozen = ([], {}), ([], *self._frozen[1:])
+        self._sources.let_go()
         self._let_go_of_digests()
-        self._leaves = _kept(self._leaves)
-        self._sources = {
-            rank: replace(
-                known,
-                leaves=_kept(known.leaves),
-                sources=[s if not s.lent else CopySource(s.name, _NONE, s.overlap, lent=True) for s in known.sources],
-            )
-            for rank, known in self._sources.items()
-        }
+        self._leaves = kept(self._leaves)
 
     def forget_tensors(self) -> None:
         """Drops everything that holds a tensor of the state; the plan stays."""
-        self._leaves, self._sources, self._one_of_each = [], {}, ([], {})
-        self._frozen = [], Counts([]), Watch([])
+        self._leaves = []
+        self._sources.forget_tensors()
         self._let_go_of_digests()
 
     def _let_go_of_digests(self) -> None:
@@ -258,19 +210,8 @@ class Planner:
     def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[CopySource]:
         """Returns the sources of all copies, in the table's order; the same list as at the last save if nothing
         changed."""
-        self._look_for_writes(leaves)
-        return self._sources_of(self._group.rank, plan.order, leaves, overlap)
-
-    def _look_for_writes(self, leaves: list[Leaf]) -> None:
-        """Has frozen parameters wait again before they overlap if torch counted a write to one since the last save: the
-        copy would be torn if their bytes differ."""
-        known, counts, watch = self._frozen
-        if watch.written:
-            self._sources = {}
-        if known is not leaves:
-            some = [leaf for leaf in leaves if _is_unowned(leaf) and leaf.name not in self._written and not leaf.lent]
-            counts = Counts([(leaf.name, tensor, leaf.outer) for leaf in some for _, tensor in leaf.pieces])
-        self._frozen = leaves, counts, Watch([counts])
+        self._sources.look_for_writes(leaves)
+        return self._sources.of(self._group.rank, plan.order, leaves, overlap)
 
     def alike(self, rank: int, table: Table, plan: Plan) -> Alike | None:
         """Returns the large shards of another rank's snapshot that this rank could copy from its own memory; None for
@@ -288,12 +229,12 @@ class Planner:
 
     def sources_alike(self, rank: int, alike: Alike, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
         """Returns the sources of these copies, as `sources` does, in the order of `alike`."""
-        return self._sources_of(rank, alike.order, leaves, overlap)
+        return self._sources.of(rank, alike.order, leaves, overlap)
 
     def digests(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> ReplicaDigests:
         """Returns digests of shards that other ranks hold, too; the same object as at the last save if nothing
         changed."""
-        late, known = self._late(leaves, overlap), self._digests
+        late, known = self._sources.late(leaves, overlap), self._digests
         if (
             known is None
             or known.plan is not plan
@@ -306,7 +247,7 @@ class Planner:
             known = self._digests = _Digests(plan, leaves, late, self._moving, made)
         return known.digests
 
-    def _replica(self, shared: Shared, leaves: list[Leaf], late: _Late) -> Replica:
+    def _replica(self, shared: Shared, leaves: list[Leaf], late: Late) -> Replica:
         leaf = leaves[shared.leaf]
         if leaf.owner is not None:
             is_late, way = late[id(leaf.owner), leaf.frozen], Way.SAMPLED
@@ -320,49 +261,7 @@ class Planner:
 
     def note_written(self, names: Iterable[str]) -> None:
         """Notes frozen parameters that change after all, as this rank alone has seen: they no longer overlap."""
-        self._written |= {*names}
-        self._sources = {}
-        self._frozen = [], Counts([]), Watch([])
-
-    def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
-        late = self._late(leaves, overlap)
-        known = self._sources.get(rank)
-        known = known if known is not None and known.order is order else None
-        if known is not None and known.wait == 0 and known.late == late and same(known.leaves, leaves):
-            return known.sources
-        frozen = {i for i, leaf in enumerate(leaves) if _is_unowned(leaf) and leaf.name not in self._written}
-        wait = FROZEN_AFTER if frozen else 0
-        if known is not None and all(known.leaves[i] is leaves[i] for i in frozen):
-            wait = max(known.wait - 1, 0)
-        found = []
-        for n, (i, piece, region) in enumerate(order):
-            leaf = leaves[i]
-            is_late = late[id(leaf.owner), leaf.frozen] and (not _is_unowned(leaf) or (i in frozen and wait == 0))
-            if known is not None and known.leaves[i] is leaf:
-                source = known.sources[n]
-                found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
-            else:
-                # detached: if `p.data = x` replaces this memory, the new one must not be copied instead, least of all
-                # past its end
-                box, tensor = leaf.pieces[piece]
-                cut = tensor.detach() if region is None else within(region, box, tensor)
-                # small ones are copied at once, and share chunks, whose digests would tell of others' changes
-                proven = i in frozen and cut.nbytes >= OVERLAP_FROM_BYTES
-                found.append(CopySource(leaf.name, cut, is_late, leaf.outer, leaf.lent, proven))
-        self._sources[rank] = _Sources(order, leaves, late, found, wait)
-        return found
-
-    def _late(self, leaves: list[Leaf], overlap: Overlap) -> _Late:
-        if self._one_of_each[0] is not leaves:
-            owners = map(id, map(operator.attrgetter("owner"), leaves))
-            kinds = zip(owners, map(operator.attrgetter("frozen"), leaves), strict=True)
-            self._one_of_each = leaves, dict(zip(kinds, leaves, strict=True))
-        return {kind: overlap(leaf) for kind, leaf in self._one_of_each[1].items()}
-
-
-def _is_unowned(leaf: Leaf) -> bool:
-    """Returns whether nobody is known to write to the leaf."""
-    return leaf.frozen and leaf.owner is None
+        self._sources.note_written(names)
 
 
 def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
@@ -379,14 +278,6 @@ def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
                 offsets.append(offset)
                 order.append((i, piece, None))
     return Alike(table, tuple(offsets), tuple(order))
-
-
-_NONE = torch.empty(0, device="cpu")
-
-
-def _kept(leaves: list[Leaf]) -> list[Leaf]:
-    """Replaces each lent leaf by one without a tensor, which equals nothing."""
-    return [replace(leaf, pieces=(), outer=None) if leaf.lent else leaf for leaf in leaves]
 
 
 def _shape(leaves: list[Leaf]) -> Shape:

@@ -33,9 +33,10 @@ from ckptlib.saving.memory import open_memory
 from ckptlib.saving.news import News
 from ckptlib.saving.outcome import Outcomes
 from ckptlib.saving.placement import agree_placement
-from ckptlib.saving.planner import Overlap, Plan, Planner
+from ckptlib.saving.planner import Plan, Planner
 from ckptlib.saving.run_record import recorded_tags, run_record
 from ckptlib.saving.settings import Settings
+from ckptlib.saving.sources import Overlap
 from ckptlib.saving.stdio import fill_stdio
 from ckptlib.saving.step_metrics import encode_metrics
 from ckptlib.saving.stopwatch import Stopwatch

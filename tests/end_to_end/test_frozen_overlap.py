@@ -13,7 +13,7 @@ from torch import nn
 
 import ckptlib
 from ckptlib.errors import SaveFailed, TornSnapshot
-from ckptlib.saving.planner import FROZEN_AFTER
+from ckptlib.saving.sources import FROZEN_AFTER
 from ckptlib.staging.pair import OVERLAP_FROM_BYTES
 
 WAIT_S = 60.0
