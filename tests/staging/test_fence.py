@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -501,16 +501,30 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
 
 @pytest.mark.parametrize("compiled", ["step", "train"])
 def test_compiled(tmp_path: Path, compiled: str) -> None:
-    """A compiled optimizer.step(), or a compiled step of training, goes through the fence and saves what eager does."""
+    """A compiled optimizer.step(), or a compiled step of training, goes through the fence and saves what it comes to
+    without ckptlib. Eager is no oracle for the last bit: it rounds otherwise with torch 2.6."""
     torch.manual_seed(0)
-    eager = torch.nn.Linear(200, 200)
-    model = copy.deepcopy(eager)
-    expected = run(tmp_path / "eager", eager, "")
-    assert run(tmp_path / "compiled", model, compiled) == expected
+    alone = torch.nn.Linear(200, 200)
+    model = copy.deepcopy(alone)
+    train, _ = training(alone, compiled)
+    for batch in batches():
+        train(batch)
+    train, optimizer = training(model, compiled)
+    state, fired = {"model": model, "optim": optimizer}, []
+    with ckptlib.Checkpointer(tmp_path, state, every=2, arena=tmp_path) as ckpt:
+        for _, batch in zip(ckpt.loop(0, 4), batches(), strict=True):
+            train(batch)
+            fired.append(fence_of(ckpt).fired(optimizer))
+    assert fired == [True] * 4
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert ckptlib.load(tmp_path, state).step == 4
+    assert [raw(p) for p in model.parameters()] == [raw(p) for p in alone.parameters()]
 
 
-def run(root: Path, model: torch.nn.Module, compiled: str) -> list[bytes]:
-    """The weights after a few steps, as they were saved."""
+def training(model: torch.nn.Module, compiled: str) -> tuple[Callable[[torch.Tensor], None], torch.optim.Optimizer]:
+    """A step of training, and its optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     compile_ = functools.partial(torch.compile, backend="eager")
     update = compile_(lambda: optimizer.step()) if compiled == "step" else optimizer.step
@@ -520,21 +534,12 @@ def run(root: Path, model: torch.nn.Module, compiled: str) -> list[bytes]:
         update()
         optimizer.zero_grad()
 
-    if compiled == "train":
-        train = compile_(train)
-    state, draw, fired = {"model": model, "optim": optimizer}, torch.Generator().manual_seed(1), []
-    with ckptlib.Checkpointer(root, state, every=2, arena=root) as ckpt:
-        for _ in ckpt.loop(0, 4):
-            train(torch.randn(8, 200, generator=draw))
-            fired.append(fence_of(ckpt).fired(optimizer))
-    assert fired == [True] * 4
-    weights = [raw(p) for p in model.parameters()]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    assert ckptlib.load(root, state).step == 4
-    assert [raw(p) for p in model.parameters()] == weights
-    return weights
+    return compile_(train) if compiled == "train" else train, optimizer
+
+
+def batches() -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return (torch.randn(8, 200, generator=draw) for _ in range(4))
 
 
 def test_the_fence_waits_in_whatever_thread_steps() -> None:
