@@ -60,7 +60,8 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def test_every_dtype_opens_bit_for_bit(tmp_path: Path) -> None:
-    shapes = {f"{dtype}/{ndim}": (dtype, (3, 5, 2)[:ndim]) for dtype in _DTYPES for ndim in range(4)}
+    had = [dtype for dtype in _DTYPES if hasattr(torch, dtype)]
+    shapes = {f"{dtype}/{ndim}": (dtype, (3, 5, 2)[:ndim]) for dtype in had for ndim in range(4)}
     layout, table = laid_out(shapes)
     body = body_of(table)
     [data] = objects(pack(table, layout, NEVER_CUT), layout, body)
@@ -83,8 +84,9 @@ def test_every_dtype_opens_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_every_dtype_that_torch_has_is_known_with_its_size() -> None:
-    for name, (itemsize, _) in _DTYPES.items():
-        assert getattr(torch, name).itemsize == itemsize
+    had = {name: itemsize for name, (itemsize, _) in _DTYPES.items() if hasattr(torch, name)}
+    assert {name: getattr(torch, name).itemsize for name in had} == had
+    assert _DTYPES.keys() - had <= {"float8_e8m0fnu", "float4_e2m1fn_x2"}, "which came after torch 2.6"
 
 
 @st.composite
