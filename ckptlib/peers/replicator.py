@@ -220,10 +220,12 @@ class Replicator:
         arena, taken, steps = self._arenas[origin], list[Slot](), self._held.get(origin)
         filled: _Filled | None = None
         """The twin, if its slot is the one that was taken, and its copies are of this snapshot."""
+        out_of_step = False
 
         def take(offered: SlotHeader) -> Slot:
-            nonlocal filled
+            nonlocal filled, out_of_step
             if (offered.root_id, offered.save, offered.number) != (now.root_id, now.save, now.number):
+                out_of_step = True
                 raise FormatError(
                     f"rank {origin} offers snapshot {offered.number} ({offered.save}) of {offered.root_id}, expected "
                     f"{now.number} ({now.save}) of {now.root_id}"
@@ -251,6 +253,8 @@ class Replicator:
             if isinstance(error, (CorruptData, FormatError)) and steps is not None and steps.used:
                 steps.distrusted = True
                 log.error("snapshots of rank %d come without increments from here on; one came out wrong", origin)
+            if out_of_step:  # this rank would refuse each one that follows: all connect anew
+                link.cut()
             self._told(f"replicas of rank {origin}", now.save.step, error)
         finally:
             if twin is not None:

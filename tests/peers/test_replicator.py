@@ -60,6 +60,9 @@ class Wire:
         self.failed.set()
         raise AgreementFailed("the peer is gone")
 
+    def global_rank(self, rank: int) -> int:
+        return rank
+
     def cut(self) -> None:
         self.num_cuts += 1
 
@@ -154,6 +157,22 @@ def test_what_fails_in_the_middle_ends_the_link(tmp_path: Path, monkeypatch: pyt
     until(lambda: fate.settled and bench.replicator.calm)
     assert fate.failed
     assert bench.wire.num_cuts == 2
+
+
+def test_one_that_waits_for_another_snapshot_than_comes_ends_the_link(tmp_path: Path) -> None:
+    """Else each that comes would be compared with the one before it, and refused, for ever."""
+    bench = Bench(tmp_path)
+    offer = replace(HEADER, rank=1, number=2, sequence=4)
+
+    def recv(frm: int, buffer: memoryview, tag: int) -> None:
+        buffer[:] = offer.encode()
+
+    bench.wire.recv = recv
+    bench.begin([])
+    until(lambda: bench.wire.num_cuts == 1)
+    seal(bench.staging)
+    until(lambda: bench.replicator.calm)
+    assert any(b"offers snapshot 2" in page for page in bench.wire.sent), "the other one is told"
 
 
 def test_one_that_is_let_go_leaves_no_thread(tmp_path: Path) -> None:
