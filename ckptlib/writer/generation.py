@@ -63,7 +63,9 @@ class GenerationRecord:
         if self._seen is not None and (others := self._seen.begun_since(ids, self.record.id)):
             raise Superseded(
                 f"{catalog.store.url}: generation {self.record.id} may no longer save: {others[-1]} has begun since "
-                "this job opened the root. Two jobs use one root; stop one of them, or give each a root of its own"
+                "this job opened the root. Another job uses this root, or a process that still writes for one that has "
+                "ended, on a host that is not of this job. Stop the other job, or give each a root of its own. If no "
+                "other job runs, start this one again: it goes on from what is saved"
             )
         self._forget_foreign(catalog, ids)
         restored = None if self._continues else self.record.resumed_from
