@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ckptlib.devices import accelerator
 from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, StateMismatch, describe
@@ -265,6 +267,8 @@ def _load_step(
 
     def fill() -> None:
         wait_for_copies()
+        for _, tensor in chain.from_iterable(want.pieces for want in wanted.wants):
+            increment_version(tensor)  # torch sees no write by address; autograd and the next save ask for its count
         wait_for_work()
         with progress(what, total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)

@@ -195,3 +195,16 @@ def test_a_write_between_saves_that_torch_counts_fails_none(training: Training, 
             training.save(ckpt, step).wait_committed(WAIT_S)
     assert training.overlapped == [4, 5, 10, 11], "base/1 alone from 10 on"
     training.check([*range(1, 13)])
+
+
+def test_a_load_between_saves_fails_none(training: Training, tmp_path: Path) -> None:
+    """As a reference policy gets the weights of another run."""
+    other = nn.ParameterList([nn.Parameter(torch.randn(OVERLAP_FROM_BYTES)) for _ in range(2)])
+    ckptlib.save(tmp_path / "other", {"base": other}, step=1)
+    with checkpointer(training, tmp_path) as ckpt:
+        for step in range(1, 9):
+            if step == 6:
+                ckptlib.load(tmp_path / "other", {"base": training.base})
+            training.save(ckpt, step).wait_committed(WAIT_S)
+    assert training.overlapped == [4, 5]
+    training.check([*range(1, 9)])
