@@ -1,4 +1,4 @@
-"""Tells of snapshots in the memory of a job's hosts that are newer than the step that it goes on from.
+"""Tells of what a job's hosts have in memory or on local disks that is newer than the step that it goes on from.
 
 Whoever starts a job again may not know which step it had come to.
 """
@@ -19,17 +19,22 @@ from ckptlib.words import listed
 log = logging.getLogger(__name__)
 
 
+InPart = Mapping[SaveId, Sequence[int]]
+"""What is not whole, and the saved ranks whose shares are missing."""
+
+
 def tell_left_out(
-    session: Session, inventory: Inventory, in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None
+    session: Session, inventory: Inventory, in_part: InPart, on_disks: InPart, restored: Candidate | None
 ) -> None:
-    """Tells of snapshots that are left out, by rank 0. `in_part`: those that were not whole before any was found to be
-    damaged, which is told elsewhere."""
+    """Tells of what is left out, by rank 0. `in_part`, `on_disks`: snapshots in memory and steps on local disks that
+    were not whole before any was found to be damaged, which is told elsewhere."""
     if session.group.rank == 0:
         _tell_in_part(in_part, restored)
+        _tell_in_part_on_disks(on_disks, restored)
         _tell_unrecorded(session.catalog, inventory, restored)
 
 
-def _tell_in_part(in_part: Mapping[SaveId, Sequence[int]], restored: Candidate | None) -> None:
+def _tell_in_part(in_part: InPart, restored: Candidate | None) -> None:
     """Tells of the newest snapshot that is left out since it is not whole: all ranks may have held it. After a restore
     from memory, it was most probably on its way."""
     newer = [save for save in in_part if restored is None or save > restored.save]
@@ -39,6 +44,22 @@ def _tell_in_part(in_part: Mapping[SaveId, Sequence[int]], restored: Candidate |
             "step %s is in the memory of this job's hosts, but not whole, so it is not restored: the share of rank %s "
             "is not there. If the job before had told it as held, more hosts are gone than there were copies, or slots "
             "were removed or damaged; else it was on its way",
+            max(newer),
+            listed(in_part[max(newer)], 8),
+        )
+
+
+def _tell_in_part_on_disks(in_part: InPart, restored: Candidate | None) -> None:
+    """Tells of the newest step that is left out since some hosts' disks lack their shares of it: it may have been whole
+    on the disks of the job before. After a restore from memory or from disks, it was most probably on its way."""
+    newer = [save for save in in_part if restored is None or save > restored.save]
+    if newer:
+        log.log(
+            logging.INFO if restored is not None and restored.tier != "store" else logging.WARNING,
+            "step %s is on the local disks of this job's hosts, but not whole, so it is not restored: the share of "
+            "rank %s is not there. If the job before had it on all disks, it ran on a host that is not of this job, or "
+            "a disk was lost: to go on from there, start again with all of its hosts before this job saves. Else it "
+            "was on its way",
             max(newer),
             listed(in_part[max(newer)], 8),
         )

@@ -53,6 +53,14 @@ class LocalStep:
     """The saved ranks whose parts are on the disk of each rank's host, by rank of this job."""
 
 
+class OnHosts(NamedTuple):
+    """The newest steps on the local disks of the job's hosts."""
+
+    whole: Mapping[SaveId, LocalStep]
+    in_part: Mapping[SaveId, list[int]]
+    """The saved ranks whose parts of a step are on no disk."""
+
+
 def saves_on(disk: Catalog) -> bytes:
     """Returns the saves that this rank's host has something of. Raises StoreError."""
     return "\n".join(map(str, _parts_on(disk))).encode()
@@ -94,10 +102,11 @@ def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
     return json.dumps(told).encode()
 
 
-def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
-    """Returns the steps that are whole. `told`: each rank's findings, by rank. Pure; the same on all ranks."""
+def on_hosts(told: Sequence[bytes]) -> OnHosts:
+    """Returns what the hosts hold together. `told`: each rank's findings, by rank. Pure; the same on all ranks."""
     by_rank = [json.loads(data) for data in told]
-    found: dict[SaveId, LocalStep] = {}
+    whole: dict[SaveId, LocalStep] = {}
+    in_part: dict[SaveId, list[int]] = {}
     for text in {save for rows in by_rank for save in rows}:
         mine = [{*rows[text][1]} if text in rows else set[str]() for rows in by_rank]
         sizes = {int(rows[text][0]) for rows in by_rank if text in rows}
@@ -106,8 +115,10 @@ def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
         parts, missing = choose_parts(by_save(names).get(save, {}), max(sizes))
         if len(sizes) == 1 and not missing and alike(name.check for name in parts):
             seen = tuple(frozenset(name.rank for name in parts if name.key in there) for there in mine)
-            found[save] = LocalStep(save, tuple(parts), seen)
-    return found
+            whole[save] = LocalStep(save, tuple(parts), seen)
+        elif missing:
+            in_part[save] = missing
+    return OnHosts(whole, in_part)
 
 
 class Move(NamedTuple):

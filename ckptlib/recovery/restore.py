@@ -41,7 +41,7 @@ from ckptlib.recovery.candidates import Candidate, Untried, newest_in_memory
 from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.left_out import tell_left_out
-from ckptlib.recovery.local_step import LocalStep, OnDisks
+from ckptlib.recovery.local_step import LocalStep, OnDisks, OnHosts, on_hosts
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.not_closed import await_others
 from ckptlib.recovery.skipped import Skipped, problem
@@ -120,7 +120,7 @@ def restore(
     laps.end("wait")
     finished_all = step is not None
     _finish(session, finished_all)
-    on_disks = _look_at_disks(session, step)
+    on_disks, in_part_on_disks = _look_at_disks(session, step)
     skipped = Skipped()
     untried, in_part = Untried(session, inventory, on_disks, step), inventory.in_part()
     laps.end("list")
@@ -134,7 +134,7 @@ def restore(
             if candidate.snapshot is not None:  # nobody waited for its writers, some of which may yet have it to commit
                 _await_orphans(session, untried.next)
                 _finish(session, finished_all)
-                on_disks = _look_at_disks(session, step)
+                on_disks = _look_at_disks(session, step).whole
             elif candidate.local is None and not finished_all:  # the step before it may be one that nobody committed
                 finished_all = True
                 _finish(session, finished_all)
@@ -151,7 +151,7 @@ def restore(
             continue
         if step is None:
             session.lineage.resumed_from = candidate.save
-            tell_left_out(session, inventory, in_part, candidate)
+            tell_left_out(session, inventory, in_part, in_part_on_disks, candidate)
         else:
             session.lineage.go_back(session.writer, candidate.save, candidate.committed)
         phases = {**laps.seconds, **result.report.phases}
@@ -173,7 +173,7 @@ def restore(
     if skipped.told:
         raise skipped.error(session.store.url)
     _check_there(session)
-    tell_left_out(session, inventory, in_part, None)
+    tell_left_out(session, inventory, in_part, in_part_on_disks, None)
     return _begin_anew(session, on_disks)
 
 
@@ -219,15 +219,15 @@ def _look_around(session: Session) -> Inventory:
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 
 
-def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, LocalStep]:
-    """Returns the steps that the local disks of all hosts hold, and that may be wanted; collective. Empty without a
+def _look_at_disks(session: Session, step: int | str | None) -> OnHosts:
+    """Returns the steps that the local disks of all hosts hold, and that may be wanted; collective. None without a
     local tier.
 
     Abandoned steps are left out: there may be more of them than are looked at, and they may be later ones.
     """
     local, group = session.settings.local, session.group
     if local is None:
-        return {}
+        return OnHosts({}, {})
     what = f"looking at {local.path}"
     with LocalStore(str(local.path)) as store:
         disk = Catalog(store, session.catalog)
@@ -238,7 +238,7 @@ def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, 
             return "\n".join(map(str, local_step.newest(session.catalog.visible(saves), saves, step))).encode()
 
         chosen = local_step.parse_saves([by_rank_0(group, "listing steps", choose)])
-        return local_step.whole(group.gather(together(group, what, lambda: local_step.look(disk, chosen))))
+        return on_hosts(group.gather(together(group, what, lambda: local_step.look(disk, chosen))))
 
 
 def _restore_from(

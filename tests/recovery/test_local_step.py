@@ -18,7 +18,7 @@ from ckptlib.format.check import check_of
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.recovery.local_share import LocalShare, RemoteShare
-from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, moves, newest, parse_saves, saves_on, whole
+from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, moves, newest, on_hosts, parse_saves, saves_on
 from ckptlib.recovery.remote_slots import RemoteBytes
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
@@ -61,13 +61,14 @@ def disks(tmp_path: Path) -> Disks:
 
 def test_a_step_is_whole_when_the_disks_together_have_all_parts(disks: Disks) -> None:
     saves = [disks.save(step) for step in (1, 2)]
-    found = whole(disks.told())
+    found = on_hosts(disks.told()).whole
     assert sorted(found) == saves
     assert found[saves[0]].seen == (frozenset({0}), frozenset({1}), frozenset({2}))
     assert [name.rank for name in found[saves[0]].parts] == [0, 1, 2]
     disks.lose(1, 2, 1)
-    assert sorted(whole(disks.told())) == saves[:1]
-    assert whole(disks.told()[:2]) == {}, "a host is gone"
+    assert sorted(on_hosts(disks.told()).whole) == saves[:1]
+    assert on_hosts(disks.told()).in_part == {saves[1]: [1]}
+    assert on_hosts(disks.told()[:2]) == ({}, {saves[0]: [2], saves[1]: [1, 2]}), "a host is gone"
 
 
 @pytest.mark.parametrize("digests", [[b"same", b"same"], [b"one", b"two"]], ids=["alike", "unlike"])
@@ -75,7 +76,7 @@ def test_a_step_whose_replicas_differ_is_none(tmp_path: Path, digests: list[byte
     """Its commit is refused, and so is a restart from the disks, where no commit is asked for."""
     disks = Disks(tmp_path, 2)
     save = disks.save(1, check=[check_of(7, rank, {(0, 1): digest}) for rank, digest in enumerate(digests)])
-    assert [*whole(disks.told())] == [save] * (digests[0] == digests[1])
+    assert [*on_hosts(disks.told()).whole] == [save] * (digests[0] == digests[1])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -84,20 +85,20 @@ def test_a_step_of_which_disks_tell_different_numbers_of_ranks_is_none(disks: Di
     told = [json.loads(data) for data in disks.told()]
     assert [rows[str(save)][0] for rows in told] == [3, 3, 3]
     told[2][str(save)][0] = size
-    assert whole([json.dumps(rows).encode() for rows in told]) == {}
+    assert on_hosts([json.dumps(rows).encode() for rows in told]).whole == {}
 
 
 def test_ranks_that_share_a_host_see_the_same(disks: Disks) -> None:
     save = disks.save(1)
     first, second, third = disks.told()
-    assert whole([first, second, third, third])[save].seen == tuple(frozenset({n}) for n in (0, 1, 2, 2))
+    assert on_hosts([first, second, third, third]).whole[save].seen == tuple(frozenset({n}) for n in (0, 1, 2, 2))
 
 
 def test_a_damaged_part_makes_its_step_none(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
     disks.save(1)
     (part,) = disks.paths[1].glob("parts/*/*")
     flip_bit(part, part.stat().st_size // 2)
-    assert whole(disks.told()) == {}
+    assert on_hosts(disks.told()).whole == {}
     assert "step 1 on the local disk is not used" in caplog.text
 
 
@@ -112,13 +113,13 @@ def test_only_what_may_be_wanted_is_looked_at(tmp_path: Path) -> None:
     for step in (1, "1", str(saves[0])):
         assert newest(visible, found, step) == saves[:1], "an old one is asked for"
     assert newest(visible, found, left_behind.step) == newest(visible, found, 99) == []
-    assert sorted(whole([look(disks.disks[0], saves[:2])])) == saves[:2]
+    assert sorted(on_hosts([look(disks.disks[0], saves[:2])]).whole) == saves[:2]
 
 
 def test_reading_what_is_here_and_what_is_not(tmp_path: Path) -> None:
     alone = Disks(tmp_path / "alone", 1)
     save = alone.save(1)
-    source = OnDisks(SoloGroup(), None, alone.disks[0], whole(alone.told())[save], PATIENCE)
+    source = OnDisks(SoloGroup(), None, alone.disks[0], on_hosts(alone.told()).whole[save], PATIENCE)
     assert (source.world_size, source.in_memory, source.near({0}), source.near({0, 7})) == (1, False, (0,), ())
     part = source.part(0)
     buffer = memoryview(bytearray(part.table.nbytes[0]))
@@ -172,7 +173,7 @@ def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None
     save = alone.save(1)
     plan = tmp_path / "plan.json"
     disk = Catalog(FaultStore(LocalStore(str(alone.paths[0])), str(plan)))
-    source = OnDisks(SoloGroup(), None, disk, whole(alone.told())[save], PATIENCE)
+    source = OnDisks(SoloGroup(), None, disk, on_hosts(alone.told()).whole[save], PATIENCE)
     write_plan(plan, [{"op": "get_into", "action": "error"}, {"op": "get", "action": "error"}])
     (pack,) = alone.paths[0].glob("packs/*/*")
     with pytest.raises(ObjectUnreadable):
@@ -183,4 +184,4 @@ def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None
     (layout,) = alone.paths[0].glob("layouts/*")
     flip_bit(layout, 300)
     with pytest.raises(CorruptData):
-        OnDisks(SoloGroup(), None, Catalog(disk.store), whole(alone.told())[save], PATIENCE)
+        OnDisks(SoloGroup(), None, Catalog(disk.store), on_hosts(alone.told()).whole[save], PATIENCE)

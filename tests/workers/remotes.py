@@ -49,7 +49,7 @@ from ckptlib.reading.source import own_rank
 from ckptlib.recovery import remote_slots as remote_module
 from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, Transfer, describe, look
 from ckptlib.recovery.local_share import RemoteShare
-from ckptlib.recovery.local_step import OnDisks, whole
+from ckptlib.recovery.local_step import OnDisks, on_hosts
 from ckptlib.recovery.local_step import look as look_at_disk
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot, link_among
@@ -385,7 +385,7 @@ def shares_on_disks(directory: Path) -> None:
     disk, save = make_root(LocalStore(str(directory / f"disk{rank()}"))), SaveId(1, GenerationId(1, "00000001"))
     put_part(disk, save, rank(), layout_of(tensors, 3), tensors)
     group, found = group_of(None, PATIENCE), torch.zeros(tensors["w"].shape, dtype=torch.uint32)
-    step = whole(group.gather(look_at_disk(disk, [save])))[save]
+    step = on_hosts(group.gather(look_at_disk(disk, [save]))).whole[save]
 
     def read() -> None:
         with closing(OnDisks(group, world(), disk, step, PATIENCE)) as source:
@@ -499,7 +499,7 @@ def values_for_a_warning_alone(directory: Path) -> None:
         disk = make_root(LocalStore(str(path)))
         put_part(disk, save, rank(), layout_of(tensors, 3), tensors, told={"values": {"place": rank()}})
         dist.barrier()
-        step = whole(group.gather(look_at_disk(disk, [save])))[save]
+        step = on_hosts(group.gather(look_at_disk(disk, [save]))).whole[save]
         with closing(OnDisks(group, world(), disk, step, PATIENCE)) as source:
             reader = Reader(source, rank())
             assert own_values._last_values(group, source, reader) == ({} if beside or rank() else {"place": 2})
@@ -515,7 +515,7 @@ def more_is_asked_for_later(directory: Path) -> None:
     save, group = SaveId(1, GenerationId(1, "00000001")), group_of(None, PATIENCE)
     put_part(disk, save, rank(), layout_of(tensors, 3), tensors)
     dist.barrier()
-    step = whole(group.gather(look_at_disk(disk, [save])))[save]
+    step = on_hosts(group.gather(look_at_disk(disk, [save]))).whole[save]
     with closing(OnDisks(group, world(), disk, step, PATIENCE)) as source:
         for needed in ({0}, {0, 1}, {0, 1, 2}):
             source.bring(needed if rank() == 2 else set())
