@@ -48,8 +48,8 @@ class _Known:
     late: Late
     sources: list[CopySource]
     """The sources, in the order of `order`."""
-    wait: int
-    """How many more saves copy frozen parameters at once."""
+    waits: dict[int, int]
+    """How many more saves copy a frozen parameter at once, by the number of its leaf, for those that wait."""
 
 
 class Sources:
@@ -62,6 +62,8 @@ class Sources:
         """Frozen parameters whose bytes this rank saw to differ between two of its snapshots."""
         self._frozen: tuple[list[Leaf], Counts, Watch] = [], Counts([]), Watch([])
         """Leaves; torch's counts of the writes to those that are frozen; and what watches these since the last save."""
+        self._counted: frozenset[str] = frozenset()
+        """Frozen parameters to which torch counted a write between the last two saves."""
         self._one_of_each: tuple[list[Leaf], dict[tuple[int, bool], Leaf]] = [], {}
         """Leaves, and one leaf of each kind; see `Late`."""
 
@@ -71,16 +73,19 @@ class Sources:
         late = self.late(leaves, overlap)
         known = self._known.get(rank)
         known = known if known is not None and known.order is order else None
-        if known is not None and known.wait == 0 and known.late == late and same(known.leaves, leaves):
+        if (
+            known is not None
+            and known.late == late
+            and same(known.leaves, leaves)
+            and not (known.waits or self._counted)
+        ):
             return known.sources
         frozen = {i for i, leaf in enumerate(leaves) if self._may_overlap_frozen(leaf)}
-        wait = FROZEN_AFTER if frozen else 0
-        if known is not None and all(known.leaves[i] is leaves[i] for i in frozen):
-            wait = max(known.wait - 1, 0)
+        waits = {i: left for i in frozen if (left := self._wait(known, i, leaves[i]))}
         found = []
         for n, (i, piece, region) in enumerate(order):
             leaf = leaves[i]
-            is_late = late[id(leaf.owner), leaf.frozen] and (not _is_unowned(leaf) or (i in frozen and wait == 0))
+            is_late = late[id(leaf.owner), leaf.frozen] and (not _is_unowned(leaf) or (i in frozen and i not in waits))
             if known is not None and known.leaves[i] is leaf:
                 source = known.sources[n]
                 found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
@@ -92,8 +97,14 @@ class Sources:
                 # small ones are copied at once, and share chunks, whose digests would tell of others' changes
                 proven = i in frozen and cut.nbytes >= OVERLAP_FROM_BYTES
                 found.append(CopySource(leaf.name, cut, is_late, leaf.outer, leaf.lent, proven))
-        self._known[rank] = _Known(order, leaves, late, found, wait)
+        self._known[rank] = _Known(order, leaves, late, found, waits)
         return found
+
+    def _wait(self, known: _Known | None, i: int, leaf: Leaf) -> int:
+        """Returns how many saves, with this one, copy a frozen parameter at once."""
+        if known is None or known.leaves[i] is not leaf or leaf.name in self._counted:
+            return FROZEN_AFTER
+        return max(known.waits.get(i, 0) - 1, 0)
 
     def late(self, leaves: list[Leaf], overlap: Overlap) -> Late:
         """Returns which kinds of leaves are copied behind the fence."""
@@ -104,11 +115,10 @@ class Sources:
         return {kind: overlap(leaf) for kind, leaf in self._one_of_each[1].items()}
 
     def look_for_writes(self, leaves: list[Leaf]) -> None:
-        """Has frozen parameters wait again before they overlap if torch counted a write to one since the last save: the
+        """Has frozen parameters to which torch counted a write since the last save wait again before they overlap: the
         copy would be torn if their bytes differ."""
         known, counts, watch = self._frozen
-        if watch.written:
-            self._known = {}
+        self._counted = frozenset(watch.written)
         if known is not leaves:
             some = [leaf for leaf in leaves if self._may_overlap_frozen(leaf) and not leaf.lent]
             counts = Counts([(leaf.name, tensor, leaf.outer) for leaf in some for _, tensor in leaf.pieces])

@@ -193,8 +193,19 @@ def test_a_write_between_saves_that_torch_counts_fails_none(training: Training, 
             if step in (6, 12):
                 training.base[step == 12].detach().mul_(2)
             training.save(ckpt, step).wait_committed(WAIT_S)
-    assert training.overlapped == [4, 5, 10, 11], "base/1 alone from 10 on"
+    assert training.overlapped == [4, 5, 6, 10, 11], "base/1 alone from 6 on"
     training.check([*range(1, 13)])
+
+
+def test_what_is_written_without_a_change_keeps_no_other_from_overlap(training: Training, tmp_path: Path) -> None:
+    """As an average over all weights of a model writes to those that are frozen, at every step."""
+    with checkpointer(training, tmp_path) as ckpt:
+        for step in range(1, 9):
+            with torch.no_grad():
+                training.base[1].lerp_(training.base[1].clone(), 0.1)
+            training.save(ckpt, step).wait_committed(WAIT_S)
+    assert training.overlapped == [*range(FROZEN_AFTER + 1, 9)], "base/0 does"
+    training.check([*range(1, 9)])
 
 
 def test_a_load_between_saves_fails_none(training: Training, tmp_path: Path) -> None:
