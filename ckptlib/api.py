@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog, CheckpointInfo
+from ckptlib.catalog.history import counted
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.checkpoint import LoadOrder, SaveOrder, load_step, save_step
@@ -240,13 +241,14 @@ def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object
 
 
 def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
-    """Yields the committed steps of a root's history in ascending order. Any process may call it alone.
+    """Yields the committed steps of a root's history in ascending order, each once: of several saves of a step, the
+    latest, which a load of the step reads. Any process may call it alone.
 
     Leaves out those that retention drops meanwhile; if that is the newest one, those that came after it follow.
     """
     with open_store(url_text(url), storage_options) as store:
         catalog = Catalog(store)
-        listed = catalog.visible()
+        listed = counted(catalog.visible())
         for _ in range(TRIES):
             for info in each(partial(_info, catalog), listed):
                 if info is not None:
@@ -254,7 +256,7 @@ def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None
                     yield replace(info, metrics=metrics)
             if is_newest_there(catalog, listed):
                 break
-            listed = [save for save in catalog.visible() if save > listed[-1]]
+            listed = [save for save in counted(catalog.visible()) if save > listed[-1]]
 
 
 def _info(catalog: Catalog, save: SaveId) -> CheckpointInfo | None:

@@ -35,6 +35,14 @@ def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generati
     return sorted(save for of, limit in limits.items() for save in by_generation.get(of, []) if save.step <= limit)
 
 
+def counted(visible: Iterable[SaveId]) -> list[SaveId]:
+    """Returns those of these visible saves that count, ascending by step: of each step, the latest one. Pure.
+
+    A job saves again what it restored from memory alone, and a writer of the job before may commit it after all.
+    """
+    return [*{save.step: save for save in sorted(visible)}.values()]
+
+
 def limits_of(
     committed: Iterable[GenerationId], generations: Mapping[GenerationId, Generation]
 ) -> dict[GenerationId, int]:

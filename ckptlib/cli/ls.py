@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ckptlib.catalog.begun import unrecorded
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.history import counted
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.resolving import TRIES, is_newest_there
 from ckptlib.cli.local_disk import Disk, DiskShare, on_disk
@@ -133,7 +134,7 @@ def _incomplete(generations: Iterable[Branch]) -> str | None:
 
 
 def committed(catalog: Catalog, everything: bool) -> list[Row]:
-    """Returns rows for the saves on the history, or for all. A save with a damaged or newer manifest has a row, too."""
+    """Returns rows for the steps on the history, or for all saves. One with a damaged or newer manifest has a row, too."""
     for _ in range(TRIES):
         visible = {*catalog.visible(newer=True)}
         rows = _rows(catalog, visible, everything)
@@ -143,7 +144,7 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
 
 
 def _rows(catalog: Catalog, visible: set[SaveId], everything: bool) -> list[Row]:
-    saves = catalog.saves() if everything else sorted(visible)
+    saves = catalog.saves() if everything else counted(visible)
     marks = Marks.of(catalog, visible)
 
     def row(save: SaveId) -> Row | None:

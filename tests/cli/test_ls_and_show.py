@@ -9,6 +9,8 @@ from helpers.commands import Ckptlib, files, of_step
 from helpers.increments import SIDE
 from support import make_generation, make_root, make_save, state
 
+from ckptlib.api import checkpoints
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.values import Json
@@ -51,6 +53,22 @@ def test_ls_of_steps_that_share(ckptlib: Ckptlib, sharing: Path) -> None:
     assert ckptlib("ls", sharing).out.endswith(", and in packs of 1 other save (ckptlib du)\n")
     every = ckptlib("ls", sharing, "--all")
     assert every.lines()[-1][-2:] == [size(sum(packs.values())).split()[0], "MB"]  # each pack once
+
+
+def test_a_step_that_two_jobs_saved_is_listed_once(ckptlib: Ckptlib, made: LocalStore) -> None:
+    """A job restored step 5 from memory and saved it again; then a writer of the job before committed it, too."""
+    catalog, root = Catalog(made), Path(made.url.removeprefix("file://"))
+    before = catalog.saves()[-1]
+    generation = make_generation(catalog, 2, resumed_from=before)
+    for step in (5, 6):
+        make_save(catalog, generation, step, state(step))
+    last = [(5, 2), (6, 2)]
+    assert [(row["step"], row["generation"]) for row in ckptlib("ls", root, "--json").json["steps"]][-2:] == last
+    assert [row[0] for row in ckptlib("ls", root).lines()[1:-1]] == [*"123456"]
+    assert [(info.step, info.generation) for info in checkpoints(root)][-3:] == [(4, 1), *last]
+    every = ckptlib("ls", root, "--all", "--json").json["steps"]
+    assert [(row["step"], row["generation"]) for row in every][-3:] == [(5, 1), *last]
+    assert catalog.resolve(5).generation == generation
 
 
 def test_ls_all(ckptlib: Ckptlib, root: Path) -> None:
