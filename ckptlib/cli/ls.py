@@ -134,7 +134,7 @@ def _incomplete(generations: Iterable[Branch]) -> str | None:
 
 
 def committed(catalog: Catalog, everything: bool) -> list[Row]:
-    """Returns rows for the steps on the history, or for all saves. One with a damaged or newer manifest has a row, too."""
+    """Returns rows for the steps on the history, or for all saves; also for those with a damaged or newer manifest."""
     for _ in range(TRIES):
         visible = {*catalog.visible(newer=True)}
         rows = _rows(catalog, visible, everything)
