@@ -210,8 +210,9 @@ def check_head(generation: GenerationId, ids: Iterable[GenerationId], url: str) 
     newest = max(ids, default=generation)
     if newest > generation:
         raise Superseded(
-            f"{url}: generation {generation} may no longer save: {newest} has begun. Two jobs use one "
-            "root; stop one of them, or give each a root of its own"
+            f"{url}: generation {generation} may no longer save: {newest} has begun. Two jobs use one root, or this "
+            "job was told to go back while it ran, as by ckptlib rewind. Stop one of two jobs, or give each a root of "
+            "its own; after a rewind, start this job again: it goes on from the step that was named"
         )
 
 

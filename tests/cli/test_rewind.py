@@ -116,7 +116,7 @@ def test_a_job_that_may_be_running_is_not_superseded_unasked(ckptlib: Ckptlib, m
     assert "it may still run. If it does, it stops with Superseded at its next save" in said.err
     assert files(made.url) == before
     assert ckptlib("rewind", made.url, 3, "--yes").code == 0
-    with pytest.raises(Superseded):
+    with pytest.raises(Superseded, match="or this job was told to go back while it ran, as by ckptlib rewind"):
         Catalog(made).check_head(GenerationId(1, f"{1:08x}"))
 
 
