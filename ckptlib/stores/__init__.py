@@ -37,6 +37,9 @@ _LOST_SLASH = re.compile(rf"([A-Z][A-Z0-9+.-]+(?=:/)|{'|'.join(_BUCKETS)}):/?(?!
 """Matches the beginning of a URL that went through pathlib, or of a bucket's without any slash; a drive of Windows has
 one letter."""
 
+_VERSION = re.compile(r"\?versionid=.*", re.IGNORECASE | re.DOTALL)
+"""Matches what s3fs and adlfs take for the version of one object, and leave out of its name."""
+
 _CACHES = ("filecache", "simplecache", "blockcache", "cached")
 """fsspec's schemes of caches in front of another filesystem, which an option names."""
 
@@ -108,9 +111,9 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
 
-    Raises ValueError for a URL that has lost a slash, its scheme or its bucket, for a chain of fsspec's, for a path
-    below "~", for file://localhost/ and file://127.0.0.1/, and for options of which no filesystem can be made;
-    TypeError for options that are no dict.
+    Raises ValueError for a URL that has lost a slash, its scheme or its bucket, for a chain of fsspec's, for a version
+    of an object, for a path below "~", for file://localhost/ and file://127.0.0.1/, and for options of which no
+    filesystem can be made; TypeError for options that are no dict.
     """
     if not isinstance(options, Mapping | None):  # its value may be a secret
         raise TypeError(f"storage_options: expected a dict, such as {{'profile': 'a'}}, not a {type(options).__name__}")
@@ -141,6 +144,11 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
             f"{without_userinfo(url)}: fsspec makes a chain of filesystems of a URL with '::', or of a cache, and "
             "ckptlib takes none: give the URL of the store alone, as s3://bucket/run7; of an archive zip://run7, with "
             "an option fo=PATH"
+        )
+    if scheme in _BUCKETS and (left_out := _VERSION.search(url)):
+        raise ValueError(
+            f"{without_userinfo(url)}: a root has no versions, and the client would leave {left_out[0]!r} out of each "
+            "name: pass the URL without it, or choose another name"
         )
     if client == "s3fs":
         return _s3(url, scheme, given)

@@ -139,6 +139,13 @@ def test_a_chain_of_filesystems_is_refused(url: str) -> None:
         open_store(url, {"target_protocol": "memory"})
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run?versionId=7", "az://bucket/run?versionid=7"])
+def test_a_version_of_an_object_is_no_root(url: str) -> None:
+    """s3fs and adlfs leave it out: two roots would be one, and in Azure all objects of a root."""
+    with pytest.raises(ValueError, match=r"/run\?version[Ii]d=7: a root has no versions, .*: pass the URL without it"):
+        open_store(url, {"key": "a", "secret": "b"} if url[0] == "s" else {"account_name": "a"})
+
+
 def test_a_path_may_have_two_colons(tmp_path: Path) -> None:
     with open_store(f"{tmp_path}/run::7") as store:
         store.put("a", b"1")
