@@ -195,7 +195,7 @@ class Upload:
         request = {"MultipartUpload": {"Parts": parts}, **self._upload, **condition}
         with self._noted():
             try:
-                answer = await self._ask_to_complete(call, request, retries)
+                await self._ask_to_complete(call, request, retries)
             except ClientError as error:
                 # The answer to an earlier try may have been lost: then the object is there, and the upload is not.
                 exists, refused = condition and _is_there(error), condition and _may_refuse_it(error)
@@ -209,30 +209,35 @@ class Upload:
                 if not refused:
                     raise
                 await self._complete({})
-            else:
-                if "ETag" not in answer:
-                    await self._check_there(call)
 
-    async def _ask_to_complete(self, call: Call, request: dict[str, object], retries: Retries) -> dict[str, Any]:
-        """Asks for the object of the parts. A list of parts that was altered on its way, if no checksum protects it, is
-        refused by 400 or 404: so it is sent once more."""
-        try:
-            return await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
-        except ClientError as error:
-            if retries.failures or status_of(error) not in (400, 404):
-                raise
-            retries.failures += 1
-        return await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
+    async def _ask_to_complete(self, call: Call, request: dict[str, object], retries: Retries) -> None:
+        """Asks for the object of the parts, until it is there.
 
-    async def _check_there(self, call: Call) -> None:
-        """Raises StoreError if the object is not there after 200 and no result, as of a proxy, or cut off: the status
-        comes before the parts are joined."""
+        A list of parts that was altered on its way, if no checksum protects it, is refused by 400 or 404: so it is sent
+        once more. So it is after 200 and no result, as of a proxy, or cut off, which comes before the parts are joined.
+        """
+        while True:
+            try:
+                answer = await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
+            except ClientError as error:
+                if retries.failures or status_of(error) not in (400, 404):
+                    raise
+                retries.failures += 1
+                continue
+            if "ETag" in answer or await self._is_there():
+                return
+            wait_s = retries.wait_s()
+            if wait_s is None:
+                raise StoreError(
+                    f"{self._client.url}/{call.key}: cannot {call.doing}: the server ended the upload by 200 without a "
+                    f"result, and there is no object of {self._nbytes} bytes; try again; is there a proxy in the way?"
+                )
+            await asyncio.sleep(wait_s)
+
+    async def _is_there(self) -> bool:
+        """Whether the key has an object of as many bytes as were sent."""
         found = await _found(self._client, self._call)
-        if found is None or found["ContentLength"] != self._nbytes:
-            raise StoreError(
-                f"{self._client.url}/{call.key}: cannot {call.doing}: the server ended the upload by 200 without a "
-                f"result, and there is no object of {self._nbytes} bytes; try again; is there a proxy in the way?"
-            )
+        return found is not None and found["ContentLength"] == self._nbytes
 
     async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
         """Whether the object is made of these parts. If its ETag does not tell, as that of rclone, it is read."""

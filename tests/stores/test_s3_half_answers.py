@@ -18,9 +18,11 @@ HEAD, DATA = bytes(4096), bytes(PART_NBYTES + 1)
 class Joining(Server):
     """Takes the parts of one upload."""
 
-    def __init__(self, answer: bytes, joins: bool) -> None:
+    def __init__(self, answer: bytes, joins_at: int | None) -> None:
+        """`joins_at`: which request to join them does so; None: none."""
         super().__init__(_Handler)
-        self.answer, self.joins = answer, joins
+        self.answer, self.joins_at = answer, joins_at
+        self.num_asked = 0
         self.parts: dict[str, int] = {}
         self.nbytes: int | None = None
         """Of the object, once there is one."""
@@ -39,7 +41,11 @@ class _Handler(Handler):
         if "uploads" in self.path:
             self.answer(200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>")
             return
-        if self.server.joins:
+        self.server.num_asked += 1
+        if self.server.nbytes is not None:
+            self.answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+            return
+        if self.server.num_asked == self.server.joins_at:
             self.server.nbytes = sum(self.server.parts.values())
         self.answer(200, self.server.answer)
 
@@ -62,16 +68,19 @@ def put(server: Joining) -> None:
         store.put("p", HEAD, [DATA])
 
 
-@pytest.mark.parametrize("server", [(b"", False), (b"<html>busy</html>", False)], indirect=True, ids=["cut", "page"])
+@pytest.mark.parametrize("server", [(b"", None), (b"<html>busy</html>", None)], indirect=True, ids=["cut", "page"])
 def test_it_is_no_success_without_an_object(server: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
-    scale_limits(monkeypatch)
+    scale_limits(monkeypatch, retry_s=0.3)
     told = f"run/p: cannot put: .* by 200 without a result, and there is no object of {len(HEAD) + len(DATA)} bytes"
     with pytest.raises(StoreError, match=told):
         put(server)
 
 
-@pytest.mark.parametrize("server", [(b"", True)], indirect=True, ids=["cut"])
+@pytest.mark.parametrize(
+    "server", [(b"", 1), (b"", 3), (b"<html>busy</html>", 2)], indirect=True, ids=["cut", "again", "page"]
+)
 def test_it_is_one_with_the_object(server: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
     scale_limits(monkeypatch)
     put(server)
     assert server.nbytes == len(HEAD) + len(DATA)
+    assert server.num_asked == server.joins_at
