@@ -12,8 +12,11 @@ from torch import optim
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+FSDP2_ON_THE_HOST = hasattr(torch.cpu.Stream, "record_event")
+"""Else FSDP2 gathers parameters on accelerators only."""
+
 fsdp2_on_the_host = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch gathers parameters on accelerators only"
+    not FSDP2_ON_THE_HOST, reason="FSDP2 of this torch gathers parameters on accelerators only"
 )
 
 has_float4 = pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="before torch 2.8")

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from helpers.old_torch import FSDP2_ON_THE_HOST
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 from workers.crash_jobs import Teller
@@ -21,6 +23,25 @@ def _be_a_group() -> None:
     """One rank is a group, too."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _shard(model: torch.nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes of the parameters what fully_shard makes; returns the forward pass, which gathers them."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    for layer in model.children():
+        for name, parameter in [*layer.named_parameters()]:
+            setattr(layer, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
+
+    def gathered(parameter: torch.Tensor) -> torch.Tensor:
+        assert isinstance(parameter, DTensor)
+        whole = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+        whole.register_hook(lambda gradient: gradient / mesh.size())  # to be added up
+        return whole
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, {n: gathered(p) for n, p in model.named_parameters()}, x)
+
+    return forward
 
 
 class Training:
@@ -40,9 +61,12 @@ class Training:
             size, replicas = dist.get_world_size(), 2 if kind == "hsdp" and dist.get_world_size() > 1 else 1
             mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicas", "shards"))
             mesh = mesh if replicas > 1 else mesh["shards"]
-            for layer in self.model:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+            if FSDP2_ON_THE_HOST:
+                for layer in self.model:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(self.model, mesh=mesh)
+            else:
+                self._forward = _shard(self.model, mesh)
         else:
             self._forward = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
