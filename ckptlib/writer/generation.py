@@ -6,11 +6,13 @@ From then on older generations may commit nothing but what this one goes on from
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.known_generations import KnownGenerations
+from ckptlib.catalog.late_commit import LATE_S
 from ckptlib.errors import CkptError, Superseded
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -53,20 +55,14 @@ class GenerationRecord:
                 f"{catalog.store.url}: this job opened root {self._root_id}, but {found.id} is there now: another job "
                 "made it in the same moment. Stop one of the two, or give each a root of its own, and start again"
             )
-        ids = catalog.generation_ids()
+        elapsed, ids = Elapsed(), catalog.generation_ids()
         if self._again and self.record.id in ids:
             # The record stays: what this job itself has saved and removed since is no reason to write another.
             self.record, self._continues = catalog.generation(self.record.id), False
             catalog.shared.complete_generation(self.record.id)
             self.note_put(catalog)
             return None
-        if self._seen is not None and (others := self._seen.begun_since(ids, self.record.id)):
-            raise Superseded(
-                f"{catalog.store.url}: generation {self.record.id} may no longer save: {others[-1]} has begun since "
-                "this job opened the root. Another job uses this root, or a process that still writes for one that has "
-                "ended, on a host that is not of this job. Stop the other job, or give each a root of its own. If no "
-                "other job runs, start this one again: it goes on from what is saved"
-            )
+        self._check_others(catalog, self._unknown(ids))
         self._forget_foreign(catalog, ids)
         restored = None if self._continues else self.record.resumed_from
         if self._continues:
@@ -76,10 +72,33 @@ class GenerationRecord:
             self.record = replace(self.record, resumed_from=origin)
             self._continues = False
         catalog.put_generation(self.record)
+        if elapsed.at_most() > LATE_S and not self.record.rewind:
+            self._check_in_time(catalog)
         self.note_put(catalog)
         if restored is not None and not self.record.rewind:
             self._warning = self._warning or _left_behind(catalog, restored)  # of an earlier try that the store failed
         return self._warning
+
+    def _unknown(self, ids: Collection[GenerationId]) -> list[GenerationId]:
+        """Returns those of the generations that have begun since this job opened the root, ascending."""
+        return [] if self._seen is None else self._seen.begun_since(ids, self.record.id)
+
+    def _check_others(self, catalog: Catalog, others: Sequence[GenerationId]) -> None:
+        if others:
+            raise Superseded(
+                f"{catalog.store.url}: generation {self.record.id} may no longer save: {others[-1]} has begun since "
+                "this job opened the root. Another job uses this root, or a process that still writes for one that has "
+                "ended, on a host that is not of this job. Stop the other job, or give each a root of its own. If no "
+                "other job runs, start this one again: it goes on from what is saved"
+            )
+
+    def _check_in_time(self, catalog: Catalog) -> None:
+        """Raises Superseded if another job has begun, and saved, while this record was on its way, for example through
+        an outage. The number of the record may be above that of the other: then the first step of this job would leave
+        behind what that one has saved, and reported as saved."""
+        others = self._unknown(catalog.generation_ids())
+        saved = {save.generation for save in catalog.saves()} if others else set()
+        self._check_others(catalog, [other for other in others if other in saved])
 
     def _forget_foreign(self, catalog: Catalog, ids: Collection[GenerationId]) -> None:
         """Forgets a restored step of another root: loaded by the same URL from another store, or from a root that was

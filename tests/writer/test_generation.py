@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer import generation
 from ckptlib.writer.generation import GenerationRecord
 
 WAIT_S = 150.0
@@ -115,6 +117,36 @@ def test_whoever_begins_first_goes_on() -> None:
     begin(own, KnownGenerations(2))  # it knew of both
     with pytest.raises(Superseded, match=f"{own} may no longer save: {theirs} has begun since this job"):
         begin(own, KnownGenerations(1, (orphan,)))
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_record_that_came_late_hides_no_step_of_a_job_that_began_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, late: bool, saves: bool
+) -> None:
+    """Each has a number above what it knew of, so the later one may have the greater id. Its record stays, but it saves
+    nothing, and the steps of the other stay on the history."""
+    monkeypatch.setattr(generation, "LATE_S", 0.0 if late else 1e6)
+    store, outside = ActorStore(inner := MemoryStore()), Catalog(inner)
+    catalog = Catalog(store)
+    root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    first = make_save(catalog, make_generation(catalog, 1), 4, state(4))
+    own, theirs = GenerationId(2, "0000000b"), GenerationId(2, "0000000a")
+    told, seen = Generation(own, 1, first, 0.0, {}, "here"), KnownGenerations(1, (), first)
+
+    def before(op: str, key: str) -> None:
+        if (op, key) == ("put", own.key):
+            outside.put_generation(replace(told, id=theirs))
+            if saves:
+                make_save(outside, theirs, 5, state(5))
+
+    store.before = before
+    mine = GenerationRecord(told, root.id, 5, continues=False, seen=seen)
+    with pytest.raises(Superseded, match=f"{theirs} has begun since") if late and saves else nullcontext():
+        mine.put(catalog)
+    assert mine.is_put == (not (late and saves))
+    assert own in catalog.generation_ids()
+    assert [save.step for save in catalog.visible()] == ([4, 5] if saves else [4])
 
 
 @pytest.mark.parametrize("fails", [False, True])
