@@ -24,6 +24,7 @@ from ckptlib.catalog.history import (
     newest,
     newest_first,
     numbered,
+    outrun_by,
     read_records,
     successor,
 )
@@ -188,7 +189,8 @@ class Catalog:
         """Returns the saves on the job's history, ascending by step. `saves`: the committed ones, if listed before.
 
         `further`: saves that are whole but not committed. Those of a generation without a record here are ignored: a
-        copy of a root has the same id, and a job of the copy may have left snapshots on this host.
+        copy of a root has the same id, and a job of the copy may have left snapshots on this host. So are those of a
+        generation that was outrun.
 
         Raises CorruptData if it cannot be told whether the job went back.
 
@@ -197,7 +199,8 @@ class Catalog:
         """
         saves = self.saves() if saves is None else saves  # first: a committer has put its record before
         generations = self.generation_ids()
-        further = [save for save in further if save.generation in generations]
+        there = [save for save in further if save.generation in generations]
+        further = [save for save in there if outrun_by(save.generation, saves) is None]
         return self._visible([*saves, *further], saves, generations, newer)
 
     def _visible(

@@ -43,7 +43,7 @@ from ckptlib.errors import (
 from ckptlib.format import keys
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.keys import GenerationId, PartName, SaveId
-from ckptlib.format.manifest import TrashRecord
+from ckptlib.format.manifest import Generation, TrashRecord
 from ckptlib.format.part import FailedPart, Part
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
@@ -230,6 +230,19 @@ def test_commit_refuses_a_superseded_generation(catalog: Catalog) -> None:
     save, names = put_parts(catalog, make_generation(catalog, 1), 10, state(10))
     make_generation(catalog, 2)
     refused(catalog, save, lambda: Committer(catalog).commit(save, names), Superseded, "may no longer save")
+
+
+def test_what_a_generation_left_that_another_one_has_outrun_is_not_restored(catalog: Catalog) -> None:
+    """The record of one came late, as from a host without its network: the next job, on other hosts, took the same
+    number, and has saved steps since. They are not left behind, whichever has the higher nonce."""
+    late, other = (Generation(GenerationId(1, nonce * 8), 1, None, 0.0, {}, "here") for nonce in "f1")
+    left = SaveId(5, late.id)
+    for record in (late, other):
+        catalog.put_generation(record)
+    assert catalog.visible([left]) == [left], "neither has saved yet"
+    saved = [SaveId(step, other.id) for step in (10, 20)]
+    assert catalog.visible([left], saves=saved) == saved
+    assert catalog.visible([left], saves=[*saved, SaveId(4, late.id)])[-1] == left, "of the head"
 
 
 def test_commit_refuses_failed_and_damaged_parts(store: Store, catalog: Catalog) -> None:
