@@ -321,11 +321,9 @@ class FsspecStore(Store):
             if doing == "get" and not is_page(error):
                 raise ObjectNotFound(f"{self.url}/{key}: no such object") from None
             raise self._failure(error, doing, key) from self._secrets.harmless(error)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreFull(f"{self.url}/{key}: cannot put {nbytes} bytes: {os.strerror(error.errno)}") from None
-            raise self._failure(error, doing, key) from self._secrets.harmless(error)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFull(f"{self.url}/{key}: cannot put {nbytes} bytes: {os.strerror(error.errno)}") from None
             raise self._failure(error, doing, key) from self._secrets.harmless(error)
 
     def _failure(self, error: Exception, doing: str, key: str) -> StoreError:
@@ -352,13 +350,15 @@ def _needs_size_first(nbytes: int | None) -> bool:
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", **dict.fromkeys(("az", "abfs", "abfss"), "azure")}
 """The extra of ckptlib that has the package, by scheme."""
+_DEFAULTS = {scheme: {"consistency": "size"} for scheme in ("gs", "gcs")}
+"""Options by scheme. Without this one, gcsfs takes every answer by success to an upload for an object's."""
 
 
 def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
     """Returns a filesystem of its own, and the path in it. Raises ValueError for one that cannot be used."""
     scheme = url.partition("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
+        fs, root = fsspec.core.url_to_fs(url, **{**_DEFAULTS.get(scheme, {}), **options, "skip_instance_cache": True})
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         if extra is None:

@@ -6,6 +6,10 @@ botocore, google and azure each have their own, and none of them need be install
 from __future__ import annotations
 
 import errno
+import json
+
+_NO_OBJECT = ("Size mismatch", "'size'", "'NoneType' object is not subscriptable")
+"""What gcsfs says of an answer by success to an upload that tells of no object, or of one of another size."""
 
 
 def is_forbidden(error: Exception) -> bool:
@@ -33,8 +37,12 @@ def may_pass(error: Exception) -> bool:
 
 
 def is_page(error: Exception) -> bool:
-    """Returns whether a proxy says 403 or 404, and not a store: Google's has a message, Azure's a code. adlfs makes
-    FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
+    """Returns whether a proxy answers, and not a store, by success, or by 403 or 404: Google's has a message, Azure's a
+    code. adlfs makes FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
+    if isinstance(error, (AssertionError, KeyError, TypeError)) and str(error) in _NO_OBJECT:
+        return True
+    if isinstance(error, json.JSONDecodeError):
+        return True
     if _is_gcs_403(error):
         return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")
     said = error.__cause__ if isinstance(error, FileNotFoundError) else error
