@@ -78,8 +78,8 @@ def checked_step(step: object) -> int:
     """Returns a step that a name can contain. Raises TypeError for a bool or anything else that is not a whole number,
     ValueError for one out of range."""
     try:
-        if isinstance(step, bool):
-            raise TypeError
+        if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
+            raise TypeError  # numpy's before 2.3 and torch's are indices, too
         found = operator.index(step)  # type: ignore[arg-type]  # numpy's integers, too
     except TypeError:
         raise TypeError(f"step={repr(step)[:80]}: expected a whole number, not a {type(step).__name__}") from None

@@ -210,7 +210,7 @@ def test_steps_that_are_counted_elsewhere(tmp_path: Path, number: Callable[[int]
         ckpt.after_step(number(1))
         pending = ckpt.save(number(2))
         pending.wait_committed(60)
-        for wrong in (2.0, np.bool_(True)):
+        for wrong in (2.0, np.bool_(True), torch.tensor(True)):
             with pytest.raises(TypeError, match="expected a whole number"):
                 ckpt.save(wrong)
         assert ckpt.save(2) is pending
