@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import tied
+from helpers.old_torch import cuts_by_itself
 from launch import fork_ranks
+
+pytestmark = cuts_by_itself
 
 FUZZ_S = float(os.environ.get("CKPTLIB_FUZZ_S", "600"))
 FUZZ_SEED = int(os.environ.get("CKPTLIB_FUZZ_SEED", "1000000"))

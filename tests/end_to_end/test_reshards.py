@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.old_torch import cuts_by_itself
 from launch import fork_ranks
+
+pytestmark = cuts_by_itself
 
 
 def run(tmp_path: Path, seconds: float, first: int, most: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import optim
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim import swa_utils
 
 FSDP2_ON_THE_HOST = hasattr(torch.cpu.Stream, "record_event")
 """Else FSDP2 gathers parameters on accelerators only."""
@@ -29,6 +30,11 @@ cuts_by_itself = pytest.mark.skipif(
 tells_order = pytest.mark.skipif(
     not hasattr(DTensorSpec, "_maybe_convert_StridedShard_to_shard_order"),
     reason="distribute_tensor of this torch cuts uneven dims by a _StridedShard otherwise than fully_shard does",
+)
+
+plain_swalr = pytest.mark.skipif(
+    "anneal_func" in swa_utils.SWALR(optim.SGD([torch.zeros(1)], lr=0.1), swa_lr=0.1).state_dict(),
+    reason="the state of this torch's SWALR has a function in it, which is refused",
 )
 
 adamw_is_adam = pytest.mark.skipif(
