@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -267,8 +266,10 @@ def _load_step(
 
     def fill() -> None:
         wait_for_copies()
-        for _, tensor in chain.from_iterable(want.pieces for want in wanted.wants):
-            increment_version(tensor)  # torch sees no write by address; autograd and the next save ask for its count
+        for want in wanted.wants:  # torch sees no write by address; autograd and the next save ask for its counts
+            for tensor in (want.outer, *(tensor for _, tensor in want.pieces)):
+                if tensor is not None:
+                    increment_version(tensor)
         wait_for_work()
         with progress(what, total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)

@@ -20,11 +20,11 @@ from ckptlib.catalog.history import (
     check_known,
     history,
     is_number,
+    is_outrun,
     named,
     newest,
     newest_first,
     numbered,
-    outrun_by,
     read_records,
     successor,
 )
@@ -200,7 +200,7 @@ class Catalog:
         saves = self.saves() if saves is None else saves  # first: a committer has put its record before
         generations = self.generation_ids()
         there = [save for save in further if save.generation in generations]
-        further = [save for save in there if outrun_by(save.generation, saves) is None]
+        further = [save for save in there if not is_outrun(save.generation, saves)]
         return self._visible([*saves, *further], saves, generations, newer)
 
     def _visible(

@@ -233,18 +233,16 @@ def last_step(generation: GenerationId, ids: Iterable[GenerationId], read: Calla
     return limit if at == generation else -1
 
 
-def outrun_by(generation: GenerationId, saves: Iterable[SaveId]) -> SaveId | None:
-    """Returns the last step that another generation of the same number has committed if this one has committed none;
-    None if there is none, or this one has. `saves`: the committed ones.
+def is_outrun(generation: GenerationId, saves: Iterable[SaveId]) -> bool:
+    """Returns whether another generation of the same number has committed a step, and this one has none. `saves`: the
+    committed ones.
 
     Neither of the two knew of the other as it began. The record of one was on its way to the store for so long, as from
     a host without its network, that the other went on meanwhile. Whichever has the higher nonce, it must not hide steps
     on which somebody relies.
     """
-    found = [save for save in saves if save.generation.number == generation.number]
-    if any(save.generation == generation for save in found):
-        return None
-    return max(found, default=None)
+    found = {save.generation for save in saves if save.generation.number == generation.number}
+    return bool(found) and generation not in found
 
 
 def check_goes_on(

@@ -348,7 +348,7 @@ def want(leaf: Leaf, entry: TensorEntry) -> Want[torch.Tensor]:
     """Returns the want of a leaf. Raises StateMismatch, before anything is read, if torch does not know the dtype."""
     torch_dtype(entry.dtype)
     plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, OwnPerRank)
-    return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
+    return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces), outer=leaf.outer)
 
 
 def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:

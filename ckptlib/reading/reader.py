@@ -80,6 +80,8 @@ class Want(Generic[T]):
     """Boxes in global coordinates, each with a view of the same shape to be filled."""
     everywhere: bool = False
     """Whether it is a whole plain tensor, which every rank is likely to want."""
+    outer: T | None = None
+    """The DTensor that the pieces are of, if any: torch counts writes to that apart."""
 
 
 class StepReader(ABC, Generic[T]):

@@ -18,7 +18,6 @@ from ckptlib.words import listed
 
 log = logging.getLogger(__name__)
 
-
 InPart = Mapping[SaveId, Sequence[int]]
 """What is not whole, and the saved ranks whose shares are missing."""
 
@@ -37,32 +36,35 @@ def tell_left_out(
 def _tell_in_part(in_part: InPart, restored: Candidate | None) -> None:
     """Tells of the newest snapshot that is left out since it is not whole: all ranks may have held it. After a restore
     from memory, it was most probably on its way."""
-    newer = [save for save in in_part if restored is None or save > restored.save]
-    if newer:
+    if (left_out := _newest(in_part, restored)) is not None:
         log.log(
             logging.INFO if restored is not None and restored.snapshot is not None else logging.WARNING,
             "step %s is in the memory of this job's hosts, but not whole, so it is not restored: the share of rank %s "
             "is not there. If the job before had told it as held, more hosts are gone than there were copies, or slots "
             "were removed or damaged; else it was on its way",
-            max(newer),
-            listed(in_part[max(newer)], 8),
+            left_out,
+            listed(in_part[left_out], 8),
         )
 
 
 def _tell_in_part_on_disks(in_part: InPart, restored: Candidate | None) -> None:
     """Tells of the newest step that is left out since some hosts' disks lack their shares of it: it may have been whole
     on the disks of the job before. After a restore from memory or from disks, it was most probably on its way."""
-    newer = [save for save in in_part if restored is None or save > restored.save]
-    if newer:
+    if (left_out := _newest(in_part, restored)) is not None:
         log.log(
             logging.INFO if restored is not None and restored.tier != "store" else logging.WARNING,
             "step %s is on the local disks of this job's hosts, but not whole, so it is not restored: the share of "
             "rank %s is not there. If the job before had it on all disks, it ran on a host that is not of this job, or "
             "a disk was lost: to go on from there, start again with all of its hosts before this job saves. Else it "
             "was on its way",
-            max(newer),
-            listed(in_part[max(newer)], 8),
+            left_out,
+            listed(in_part[left_out], 8),
         )
+
+
+def _newest(in_part: InPart, restored: Candidate | None) -> SaveId | None:
+    """Returns the newest one, if it is newer than the restored step."""
+    return max((save for save in in_part if restored is None or save > restored.save), default=None)
 
 
 def _tell_unrecorded(catalog: Catalog, inventory: Inventory, restored: Candidate | None) -> None:

@@ -147,7 +147,7 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         )
     if scheme in _BUCKETS and (left_out := _VERSION.search(url)):
         raise ValueError(
-            f"{without_userinfo(url)}: a root has no versions, and the client would leave {left_out[0]!r} out of each "
+            f"{without_userinfo(url)}: a root has no versions, and s3fs and adlfs leave {left_out[0]!r} out of each "
             "name: pass the URL without it, or choose another name"
         )
     if client == "s3fs":
