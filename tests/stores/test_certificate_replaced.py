@@ -34,8 +34,6 @@ SENTENCES = {
 
 @pytest.fixture(params=["s3fs", "obstore"])
 def client(request: pytest.FixtureRequest) -> str:
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
     return str(request.param)
 
 

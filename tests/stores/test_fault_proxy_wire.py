@@ -15,12 +15,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import fsspec
-import obstore
 import pytest
 from botocore.exceptions import BotoCoreError
 from helpers.servers import ObjectStorage, s3_client, start_seaweedfs
 from helpers.tiny_server import TinyServer, all_until_the_end, ask, raw_connection
-from obstore.store import S3Store
 
 from ckptlib.testing import FaultProxy
 
@@ -215,6 +213,9 @@ def test_s3fs_and_amazons_client(s3: ObjectStorage) -> None:
 
 
 def test_obstore(s3: ObjectStorage) -> None:
+    import obstore
+    from obstore.store import S3Store
+
     with FaultProxy(s3.endpoint) as proxy:
         store = S3Store(
             s3.bucket,

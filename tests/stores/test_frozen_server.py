@@ -28,8 +28,6 @@ def connections_to(port: int) -> int:
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_no_try_leaves_a_connection_behind(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if client == "obstore":
-        pytest.importorskip("obstore")
     scale_limits(monkeypatch, idle_s=0.3, retry_s=1.0)
     monkeypatch.setattr(io_limits, "PART_NBYTES", 2 * len(DATA))  # by one request
     with socket.create_server(("127.0.0.1", 0), backlog=100) as frozen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 
 import pytest
 from helpers.s3_bucket import PART_NBYTES, Bucket, bucket_of, scale_limits
@@ -11,7 +12,7 @@ from helpers.servers import ObjectStorage
 from typing_extensions import Buffer
 
 from ckptlib.errors import StoreError
-from ckptlib.stores import Counted, InPlace, LateHead, io_limits, obstore, open_store, s3_upload
+from ckptlib.stores import Counted, InPlace, LateHead, io_limits, open_store, s3_upload
 from ckptlib.stores.parts import part_nbytes
 
 MIB = 1 << 20
@@ -44,11 +45,11 @@ def test_no_object_has_more_parts_than_s3_takes(nbytes: int) -> None:
     assert (of(nbytes) - MIB) * 10_000 < nbytes or of(nbytes) == 64 * MIB, "no larger than it must be"
 
 
-def test_the_limits_of_a_job_are_those_of_s3() -> None:
+@pytest.mark.parametrize("client", ["s3", "obstore"])
+def test_the_limits_of_a_job_are_those_of_s3(client: str) -> None:
     """Objects whose size is not known are cut before they have too many parts, and no part is too small or large."""
-    from ckptlib.stores import obstore, s3
-
-    assert max(s3.PACK_NBYTES, obstore.PACK_NBYTES) + 10**9 < s3_upload.MOST_PARTS * io_limits.PART_NBYTES
+    pack_nbytes = import_module(f"ckptlib.stores.{client}").PACK_NBYTES
+    assert pack_nbytes + 10**9 < s3_upload.MOST_PARTS * io_limits.PART_NBYTES
     assert 5 * MIB <= io_limits.PART_NBYTES <= io_limits.LARGE_PART_NBYTES <= 5 << 30
 
 
@@ -101,7 +102,7 @@ def test_what_is_held_for_it_is_sent_in_small_ones_and_refused_where_these_are_t
 def test_obstore_sends_larger_ones_where_there_would_be_too_many(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, nbytes: int, part: int
 ) -> None:
-    monkeypatch.setattr(obstore, "MOST_PARTS", 5)
+    monkeypatch.setattr("ckptlib.stores.obstore.MOST_PARTS", 5)
     options = {**bucket.storage.options(bucket.proxy.url), "client": "obstore"}
     before, data = len(bucket.requests()), os.urandom(nbytes)
     with open_store(bucket.url, options) as store:

@@ -76,8 +76,6 @@ def server() -> Iterator[Refusing]:
 
 @pytest.fixture(params=["s3fs", "obstore"])
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
     scale_limits(monkeypatch, idle_s=IDLE_S, retry_s=RETRY_S)
     return str(request.param)
 

@@ -83,10 +83,10 @@ def test_whose_refusal_it_is(scheme: str, client: str, status: int, code: str, m
 
 
 @pytest.mark.parametrize(("code", "kind"), [("ContainerBeingDeleted", StoreDenied), ("BlobArchived", StoreError)])
-def test_a_conflict_is_no_object_that_is_there(
+def test_a_conflict_through_obstore_is_no_object_that_is_there(
     code: str, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 409 obstore makes one error, whatever was asked."""
+    """It makes one error of 409, whatever was asked."""
     scale_limits(monkeypatch, idle_s=60.0, retry_s=0.2)
     with opened("az", "obstore", 409, code) as store:
         for name, call in CALLS.items():

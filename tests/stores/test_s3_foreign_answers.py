@@ -114,7 +114,7 @@ def test_a_server_that_knows_no_listing_of_uploads_may_say_so_without_a_code(rou
 
 
 @pytest.mark.parametrize("page", [b"Not Found", b"Not Found\n", b'{"error": {"code": 404}}'])
-def test_an_emulator_of_gcs_says_404_in_two_words(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By obstore; as fake-gcs-server does, or in JSON."""
+def test_an_emulator_of_gcs_says_404_in_two_words_to_obstore(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fake-gcs-server does, or in JSON."""
     with opened("obstore", 404, page, monkeypatch) as store, pytest.raises(ObjectNotFound):
         store.get("p")

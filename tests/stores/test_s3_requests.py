@@ -178,7 +178,6 @@ def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store, ref
 def test_a_server_that_knows_no_conditions_through_obstore(
     recorder: Recorder, refusal: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("obstore")
     monkeypatch.setattr(io_limits, "RETRY_S", 0.2)  # the client takes the answer for an outage
     recorder.refused, recorder.refusal, recorder.has_objects = {"If-None-Match"}, refusal, False
     with open_store("s3://bucket/run", recorder.options("obstore")) as store:
@@ -200,8 +199,6 @@ def test_a_refusal_that_says_nothing_of_what_is_there_overwrites_nothing(
     recorder: Recorder, client: str, refusal: tuple[int, bytes], part_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a proxy, or of a server that takes a damaged request for a bad one."""
-    if client == "obstore":
-        pytest.importorskip("obstore")
     monkeypatch.setattr(io_limits, "PART_NBYTES", part_nbytes)
     recorder.refused, recorder.refusal = {"If-None-Match"}, refusal
     with open_store("s3://bucket/run", recorder.options(client)) as store, pytest.raises(ObjectExists, match="run/a"):

@@ -44,8 +44,6 @@ def proxy(storage: ObjectStorage) -> Iterator[FaultProxy]:
 
 @pytest.fixture(params=["s3fs", "obstore"])
 def client(request: pytest.FixtureRequest) -> str:
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
     return str(request.param)
 
 

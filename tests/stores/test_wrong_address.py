@@ -28,8 +28,6 @@ TOLD = {
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(io_limits, "RETRY_S", RETRY_S)
     monkeypatch.setattr(io_limits, "NOWHERE_S", NOWHERE_S)
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
     return str(request.param)
 
 
