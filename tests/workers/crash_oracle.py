@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def failed_parts(root: Path) -> list[str]:
 def slots_of(root: Path, *directories: Path) -> list[Path]:
     """Slot files of this root, wherever they may lie."""
     prefix = f"ckptlib-{read_document(root / 'ckptlib.json')['id'][:16]}-"
-    return [p for d in (Path("/dev/shm"), Path("/tmp"), *directories) for p in d.iterdir() if p.name.startswith(prefix)]
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()), *directories)
+    return [path for place in places for path in place.iterdir() if path.name.startswith(prefix)]
 
 
 def writers_of(trainer: int) -> list[int]:
