@@ -282,7 +282,9 @@ class ObstoreStore(Store):
     ) -> T | None:
         """Returns the result of `get`; None if the object ends at `offset`, and `nbytes` is None."""
         try:
-            return self._requests.run("get", key, get, deadline)
+            result = self._requests.run("get", key, get, deadline)
+            self._listing.known = path
+            return result
         except Beyond:
             size = self._known_size(key, path, deadline)
             range_nbytes(f"{self.url}/{key}", offset, nbytes, size)

@@ -37,8 +37,9 @@ _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 _NO_STORE = "answered by success without an ETag or a date"
 FOUND = "answered by success for an object that is not there"
 """Said of an object that nobody has ever put."""
+UNLISTED = "listed nothing, though there is an object"
 _FOREIGN = re.compile(
-    rf"{_NO_STORE}|{FOUND}|Header missing from response|Got invalid (multipart|list) response|"
+    rf"{_NO_STORE}|{FOUND}|{UNLISTED}|Header missing from response|Got invalid (multipart|list) response|"
     "Received non-partial response"
 )
 """Matches what the client, and `check_answer`, say of an answer by success that no store gives."""

@@ -2,7 +2,8 @@
 
 This client takes a proxy's page, which answers by success, for the end of a listing; so it does with a page of a server
 that says that there is more, but not where. So if a listing may have been cut, having no object at all or whole pages,
-another request shows who answers, and the store is asked what comes after the last object.
+another request shows who answers, and the store is asked what comes after the last object. If it has no object at all,
+the store must list some object while the one that was read last is there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import obstore
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from ckptlib.stores.base import Entry, is_key, never_ends
-from ckptlib.stores.obstore_errors import FOUND, Foreign
+from ckptlib.stores.obstore_errors import FOUND, UNLISTED, Foreign
 from ckptlib.stores.obstore_requests import Requests
 
 _LISTED = 1000
@@ -33,6 +34,8 @@ class Listing:
     def __init__(self, requests: Requests) -> None:
         self._requests, self._root = requests, requests.root
         self._in_order = requests.lists_in_order
+        self.known: str | None = None
+        """Where the object lies that was read last."""
 
     async def scan(self, prefix: str, after: str) -> list[Entry]:
         """See `Store.scan`."""
@@ -43,6 +46,8 @@ class Listing:
             if last is None or (is_checked and not goes_on):
                 return [found[key] for key in sorted(found)]
             await self._check_store()
+            if not found:
+                await self._check_known()
             is_checked = True
             if goes_on:
                 start = last
@@ -54,6 +59,7 @@ class Listing:
         found = await self._peek()
         if not found:
             await self._check_store()
+            await self._check_known()
             found = await self._peek()
         return sorted(found)
 
@@ -88,6 +94,16 @@ class Listing:
         with suppress(FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
             await obstore.head_async(self._requests.quick, self._requests.below(_ABSENT))
             raise Foreign(FOUND)
+
+    async def _check_known(self) -> None:
+        """Raises Foreign if an object is there, and no listing has any: then the pages are not the store's, though all
+        else is."""
+        with suppress(FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
+            if self.known is None or await self._peek():
+                return
+            await obstore.head_async(self._requests.quick, self.known)
+            raise Foreign(UNLISTED)
+        self.known = None  # deleted since, or it may not be asked for
 
     def _pages(self, directory: str, start: str) -> Any:
         """Returns a stream of pages. What the client takes for a prefix ends with a segment."""

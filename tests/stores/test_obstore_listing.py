@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from helpers.answering import Handler, Server
 
-from ckptlib.errors import StoreError
-from ckptlib.stores import open_store
+from ckptlib.errors import StoreError, StoreTimeout
+from ckptlib.stores import Store, io_limits, open_store
 
 NUM_IN_PAGE = 1000
 PAGE = b"<html><head><title>Back soon</title></head><body>Maintenance</body></html>"
@@ -22,6 +22,8 @@ class Bucket(Server):
     num_in_page = NUM_IN_PAGE
     foreign = -1
     """Which listing request is answered by PAGE."""
+    lists_pages_alone = False
+    """Whether all listings are answered by PAGE, though objects are given."""
     down = 0
     """So many requests are answered by PAGE as a file, as of a server of pages that knows no other."""
     tells_next = True
@@ -51,17 +53,24 @@ class _Handler(Handler):
     def do_HEAD(self) -> None:
         is_down = len(self.server.asked) < self.server.down
         self.server.asked.append("HEAD")
-        status, body = (200, PAGE) if is_down else (404, b"")
+        status, body = (200, PAGE) if is_down or self.has_object() else (404, b"")
         self.answer(status, body, ETag='"page"', Last_Modified="Fri, 02 Jan 2026 03:04:05 GMT")
+
+    def has_object(self) -> bool:
+        return any(self.path == f"/bucket/run/k{number:06}" for number in range(self.server.num))
 
     def do_GET(self) -> None:
         asked = parse_qs(urlsplit(self.path).query)
+        if not asked:
+            status = 200 if self.has_object() else 404
+            return self.answer(status, b"x", ETag='"e"', Last_Modified="Fri, 02 Jan 2026 03:04:05 GMT")
         is_foreign = self.server.asked.count("LIST") == self.server.foreign or len(self.server.asked) < self.server.down
         self.server.asked.append("LIST")
         start = int(asked.get("continuation-token", ["0"])[0])
         if "start-after" in asked and not start and self.server.knows_start:
             start = int(asked["start-after"][0].removeprefix("run/k")) + 1
-        self.answer(200, PAGE if is_foreign else self.server.listing(start))
+        is_foreign |= self.server.lists_pages_alone
+        return self.answer(200, PAGE if is_foreign else self.server.listing(start))
 
 
 @pytest.fixture
@@ -113,3 +122,25 @@ def test_a_listing_that_cannot_have_been_cut_is_asked_for_once(bucket: Bucket) -
 def test_an_empty_one_is_empty(bucket: Bucket) -> None:
     assert scanned(bucket) == []
     assert bucket.asked == ["LIST", "HEAD", "LIST"]
+
+
+@pytest.mark.parametrize("look", [lambda store: store.scan("steps/"), lambda store: store.peek(9)])
+def test_nothing_is_listed_where_an_object_was_read(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, look: Callable[[Store], object]
+) -> None:
+    """As through a proxy that lets objects through, and answers listings itself: that must not make a fresh run."""
+    monkeypatch.setattr(io_limits, "RETRY_S", 0.1)
+    bucket.num, bucket.lists_pages_alone = 3, True
+    with open_store("s3://bucket/run", bucket.options("obstore")) as store:
+        assert store.get("k000001") == b"x"
+        with pytest.raises(StoreTimeout, match=r"cannot list: .*listed nothing, though there is an object"):
+            look(store)
+        bucket.num = 0
+        assert look(store) == []  # the object is gone, too
+
+
+def test_nothing_is_listed_of_a_prefix_where_an_object_was_read(bucket: Bucket) -> None:
+    bucket.num = 3
+    with open_store("s3://bucket/run", bucket.options("obstore")) as store:
+        store.get("k000001")
+        assert store.scan("k000002", after="k000002") == []
