@@ -45,6 +45,7 @@ from ckptlib.stores.base import (
 )
 from ckptlib.stores.bounded import in_thread, on_loop
 from ckptlib.stores.fsspec_errors import concerns_all, is_behind_the_end, is_forbidden, is_page, may_pass
+from ckptlib.stores.gcs_answers import DEFAULTS, refuse_pages
 from ckptlib.stores.io_limits import DOCUMENT_THREADS, IDLE_S, RETRY_S, SLOWEST_BPS
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.secrets import Secrets, without_userinfo
@@ -348,17 +349,14 @@ def _needs_size_first(nbytes: int | None) -> bool:
     return nbytes is not None and (nbytes == 0 or nbytes > PACK_NBYTES)
 
 
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", **dict.fromkeys(("az", "abfs", "abfss"), "azure")}
-"""The extra of ckptlib that has the package, by scheme."""
-_DEFAULTS = {scheme: {"consistency": "size"} for scheme in ("gs", "gcs")}
-"""Options by scheme. Without this one, gcsfs takes every answer by success to an upload for an object's."""
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", **dict.fromkeys(("az", "abfs", "abfss"), "azure")}  # by scheme
 
 
 def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
     """Returns a filesystem of its own, and the path in it. Raises ValueError for one that cannot be used."""
     scheme = url.partition("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url, **{**_DEFAULTS.get(scheme, {}), **options, "skip_instance_cache": True})
+        fs, root = fsspec.core.url_to_fs(url, **{**DEFAULTS.get(scheme, {}), **options, "skip_instance_cache": True})
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         if extra is None:
@@ -379,6 +377,8 @@ def _filesystem_of(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
             f"the filesystem for {scheme}://, {type(fs).__name__}, keeps what it has listed, which cannot be switched "
             "off; ckptlib needs fresh listings. Copy the files to a path or a bucket, and give that"
         )
+    if scheme in DEFAULTS:
+        refuse_pages(fs)
     return fs, root
 
 

@@ -12,6 +12,10 @@ _NO_OBJECT = ("Size mismatch", "'size'", "'NoneType' object is not subscriptable
 """What gcsfs says of an answer by success to an upload that tells of no object, or of one of another size."""
 
 
+class Page(Exception):
+    """What answered by success is a proxy's own page, and no store."""
+
+
 def is_forbidden(error: Exception) -> bool:
     """Returns whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
     if _is_throttled(error):
@@ -41,7 +45,7 @@ def is_page(error: Exception) -> bool:
     code. adlfs makes FileNotFoundError of 404; gcsfs does, too, and keeps nothing that tells who said it."""
     if isinstance(error, (AssertionError, KeyError, TypeError)) and str(error) in _NO_OBJECT:
         return True
-    if isinstance(error, json.JSONDecodeError):
+    if isinstance(error, (Page, json.JSONDecodeError)):
         return True
     if _is_gcs_403(error):
         return str(error).partition("\n")[2].lstrip()[:1] in ("", "<")

@@ -1,9 +1,9 @@
-"""Uploads to GCS that are answered by success, and not by what tells of an object: as by a proxy, or by a server that
+"""Requests to GCS that are answered by success, and not by what tells of an object: as by a proxy, or by a server that
 wants more of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from gcsfs.core import GCSFileSystem
@@ -14,6 +14,9 @@ from ckptlib.stores import Store, io_limits, open_store
 
 PIECE_NBYTES = 1 << 18
 """An object of as many bytes is sent in pieces of them."""
+
+
+DOCUMENT = b"a document"
 
 
 class Uploads(Server):
@@ -27,6 +30,16 @@ class Uploads(Server):
 
 class _Handler(Handler):
     server: Uploads
+
+    def do_GET(self) -> None:
+        """Gives the document, and a listing without objects, after `num_bad` answers that are none."""
+        self.server.num_ends += 1
+        if self.server.num_ends <= self.server.num_bad:
+            self.answer(200, self.server.bad)
+        elif "alt=media" in self.path:
+            self.answer(206, DOCUMENT, Content_Range=f"bytes 0-{len(DOCUMENT) - 1}/{len(DOCUMENT)}")
+        else:
+            self.answer(200, b'{"kind": "storage#objects"}')
 
     def do_POST(self) -> None:
         body = self.body()
@@ -91,3 +104,32 @@ def test_it_is_put_again(store: Store, server: Uploads, monkeypatch: pytest.Monk
     server.num_bad = 2
     store.put("packs/p", bytes(nbytes))
     assert server.num_ends == 3
+
+
+READS: list[tuple[Callable[[Store], object], object]] = [
+    (lambda store: store.get("steps/s"), DOCUMENT),
+    (lambda store: store.get("steps/s", 0, len(DOCUMENT)), DOCUMENT),
+    (lambda store: store.scan("steps/"), []),
+]
+
+
+@pytest.mark.parametrize("answer", [b"<html>busy</html>", b"{}", b"null", b"0123456789"])
+@pytest.mark.parametrize(("read", "found"), READS, ids=["document", "range", "listing"])
+def test_a_page_is_neither_an_object_nor_a_listing(
+    store: Store, server: Uploads, read: Callable[[Store], object], found: object, answer: bytes
+) -> None:
+    """A restore would take the step for a damaged one, go on from the one before, and leave this one behind."""
+    server.bad = answer
+    with pytest.raises(StoreTimeout, match=r"run/steps/\w*: cannot \w+: .*is there a proxy in the way\?"):
+        read(store)
+    server.num_bad = 0
+    assert read(store) == found
+
+
+@pytest.mark.parametrize(("read", "found"), READS, ids=["document", "range", "listing"])
+def test_it_is_asked_for_again(
+    store: Store, server: Uploads, monkeypatch: pytest.MonkeyPatch, read: Callable[[Store], object], found: object
+) -> None:
+    monkeypatch.setattr(io_limits, "RETRY_S", 60.0)
+    server.bad, server.num_bad = b"<html>busy</html>", 2
+    assert read(store) == found
