@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from ckptlib.libc import populate
 from ckptlib.slots import files
 from ckptlib.slots.files import MEMORY, SlotFile
 from ckptlib.words import size
@@ -21,8 +22,6 @@ from ckptlib.words import size
 LEAST_FREE_BYTES = 1 << 30
 """Less free memory than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""
 
-POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14."""
 
 FIRST_TORCH = (2, 6)
 
@@ -160,23 +159,15 @@ def locked_memory() -> Check:
 
 
 def kernel() -> Check:
-    """Checks that the kernel has what the writer process and the slots need."""
+    """Checks that the kernel has what makes the slots quick."""
     release = platform.release()
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        return Check("kernel", "bad", f"{release}: no pidfd ({error})", "Linux 5.3 and Python 3.9 or later are needed")
-    if not _populates():
-        advice = "first snapshots are slow, since slots are mapped page by page; use Linux 5.14 or later"
-        return Check("kernel", "warning", f"{release}: pidfd, no MADV_POPULATE_WRITE", advice)
-    return Check("kernel", "ok", f"{release}: pidfd, MADV_POPULATE_WRITE")
-
-
-def _populates() -> bool:
     area = mmap.mmap(-1, mmap.PAGESIZE)
-    libc = ctypes.CDLL(None)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), POPULATE_WRITE) == 0)
+    try:
+        populate(ctypes.addressof(ctypes.c_char.from_buffer(area)), mmap.PAGESIZE)
+    except OSError:
+        advice = "first snapshots are slow, since slots are mapped page by page; use Linux 5.14 or later"
+        return Check("kernel", "warning", f"{release}: no MADV_POPULATE_WRITE", advice)
+    return Check("kernel", "ok", f"{release}: MADV_POPULATE_WRITE")
 
 
 def versions() -> Check:

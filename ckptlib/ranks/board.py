@@ -26,6 +26,7 @@ import xxhash
 from typing_extensions import Self
 
 from ckptlib.errors import AgreementFailed
+from ckptlib.libc import memory_file
 from ckptlib.record_locks import held_by_another
 
 with suppress(ImportError):  # on Windows, where no board is made
@@ -82,11 +83,11 @@ class Board:
     @classmethod
     def make(cls, ranks: Sequence[int], timeout_s: float) -> tuple[Self, bytes] | None:
         """Makes a board, by rank 0, and an invitation for the others; None if the system has no such memory."""
-        if not hasattr(os, "memfd_create") or (boot := _boot_id()) is None:
+        if (boot := _boot_id()) is None:
             return None
         token = secrets.token_bytes(_TOKEN_NBYTES)
         try:
-            fd = os.memfd_create(_NAME)
+            fd = memory_file(_NAME)
         except OSError:
             return None
         try:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from ckptlib.format.account import CLOSED, DIED, MAX_MARKS, MAX_WHY, PAGE_NBYTES, Account, Mark, ascending, write_page
 from ckptlib.format.values import Json
+from ckptlib.libc import memory_file
 
 
 class Stopwatch:
@@ -44,7 +45,7 @@ class Stopwatch:
     def share(self) -> int | None:
         """Returns a file with the page, for the writer to inherit; None if the system has no memory for it."""
         try:
-            self._fd = os.memfd_create("ckptlib-account")
+            self._fd = memory_file("ckptlib-account")
             os.truncate(self._fd, PAGE_NBYTES)
             self._page = memoryview(mmap.mmap(self._fd, PAGE_NBYTES))
         except OSError:

@@ -13,7 +13,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def check_platform() -> None:
     """Raises SaveFailed if there can be no slots, or none that outlive their process safely."""
-    lacking = [name for name in ("posix_fallocate", "pidfd_open", "preadv") if not hasattr(os, name)]
+    lacking = [name for name in ("posix_fallocate", "preadv") if not hasattr(os, name)]
     if lacking:
         raise SaveFailed(
             f"saving needs Linux: snapshots outlive their process in shared memory, and {platform.system()} has no "

@@ -22,7 +22,6 @@ import stat
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from typing_extensions import Self, override
 
 from ckptlib.errors import CorruptData, FormatError, NoRoom
 from ckptlib.format.digests import XXH3, digester
+from ckptlib.libc import give_back, populate
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.record_locks import held_by_another
 from ckptlib.slots.header import SlotHeader
@@ -43,9 +43,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".slot"
 
 _CONTENT, _ALIVE = 0, 1
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 class Mapped(NamedTuple):
@@ -92,6 +90,11 @@ class Slot(ReadableSlot):
                 raise NoRoom(
                     f"{directory} takes no slot of {nbytes:,} bytes: {error.strerror}; raise the limit on the size of "
                     "this process's files (ulimit -f)"
+                ) from error
+            if error.errno not in _FULL:
+                raise NoRoom(
+                    f"{directory} takes no slot of {nbytes:,} bytes, since none can be allocated there (fallocate): "
+                    f"{error.strerror}; give a directory of another file system: arena="
                 ) from error
             free = os.statvfs(directory)
             raise NoRoom(
@@ -169,9 +172,10 @@ class Slot(ReadableSlot):
             done += count
 
     def prefault(self) -> None:
-        """Maps every page now, without the GIL. If the kernel cannot, the first copy does it."""
+        """Maps every page now, without the GIL; where the kernel cannot, the first copy does it, and is slow."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(self._nbytes_mapped), _MADV_POPULATE_WRITE)
+        with suppress(OSError):
+            populate(address, self._nbytes_mapped)
 
     def address(self) -> int:
         """Returns the address of the body's first byte in this process. Only for a slot made here."""
@@ -256,7 +260,8 @@ class Slot(ReadableSlot):
     def empty(self) -> None:
         """Gives the memory back now, even if others have it open still; what they read from here on is zeros."""
         size = os.fstat(self._fd).st_size
-        _libc().fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, size)
+        with suppress(OSError):
+            give_back(self._fd, size)
 
     def unlink(self) -> bool:
         """Removes the name; the memory is given back when nobody has it open. Returns whether there is no name now.
@@ -274,11 +279,3 @@ class Slot(ReadableSlot):
     def has_name(self) -> bool:
         """Whether nobody has unlinked it; asked of the file itself, since its directory may not be entered any more."""
         return os.fstat(self._fd).st_nlink > 0
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ckptlib.libc import memory_file
 from ckptlib.pages import round_up
 from ckptlib.slots.slot import Mapped
 
@@ -134,7 +135,7 @@ def _file_of(nbytes: int) -> tuple[int, mmap.mmap] | None:
     """Returns a file in memory and its mapping; None if the system gives none: then the memory belongs to no file, and
     pieces are copied one by one."""
     try:
-        fd = os.memfd_create("ckptlib-scratch")
+        fd = memory_file("ckptlib-scratch")
     except OSError:
         return None
     try:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from ckptlib.libc import read_cached
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores.flushing import CANNOT
 
@@ -119,7 +120,7 @@ def _is_cached(fd: int, view: memoryview, offset: int) -> bool:
 def _has_page(fd: int, view: memoryview, offset: int) -> bool:
     """Returns whether this page is in memory. If not, the kernel may begin to read it."""
     try:
-        return os.preadv(fd, [view], offset, os.RWF_NOWAIT) > 0
+        return read_cached(fd, view, offset) > 0
     except BlockingIOError:
         return False
     except OSError as error:  # a file system that cannot tell

@@ -10,12 +10,17 @@ from ckptlib.writer.channel import readable
 ORPHAN_DEADLINE_S = 60.0
 """How long a committer whose trainer is gone still waits for other ranks."""
 
+_LOOK_S = 1.0
+"""How often to look whether the trainer lives, where no pidfd tells when it dies."""
+
 
 class Trainer:
     """Watches one trainer, whose writer finishes its orders when it is gone."""
 
     def __init__(self, pid: int) -> None:
-        """Watches the trainer by pidfd: a pipe's end may have been inherited by its other children."""
+        """Watches the trainer, whose child this process is, by pidfd: a pipe's end may have been inherited by its other
+        children. Linux before 5.3, old filters of containers and the Pythons of conda have none; then it looks."""
+        self._pid = pid
         self._fd = _pidfd(pid)
         self._gone_since: float | None = None
         self._closed_at: float | None = None
@@ -26,10 +31,13 @@ class Trainer:
         """Returns when there is something to be read, or the trainer has died."""
         if self._fd is not None:
             readable(orders, self._fd, timeout_s=None)
+            return
+        while not self.dead and not readable(orders, timeout_s=_LOOK_S):
+            pass
 
     @property
     def dead(self) -> bool:
-        return self._fd is None or readable(self._fd, timeout_s=0)
+        return os.getppid() != self._pid if self._fd is None else readable(self._fd, timeout_s=0)
 
     @property
     def gone(self) -> bool:
@@ -64,11 +72,11 @@ class Trainer:
 
 
 def _pidfd(pid: int) -> int | None:
-    """Returns a pidfd of the trainer; None if it died while this process was starting. What it had ordered is still to
-    be done."""
+    """Returns a pidfd of this process's parent; None if there is none, or if the parent died while this process was
+    starting."""
     try:
         fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except (AttributeError, OSError):
         return None
     if os.getppid() != pid:
         os.close(fd)
