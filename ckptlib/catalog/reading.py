@@ -9,7 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
+from types import TracebackType
 from typing import TypeVar
+
+from typing_extensions import override
 
 from ckptlib.errors import CkptError
 from ckptlib.stores.io_limits import DOCUMENT_THREADS, THREADS
@@ -19,6 +22,22 @@ AHEAD = 2 * THREADS
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class GeneratorThreads(ThreadPoolExecutor):
+    """Threads for a generator, which waits for them when it ends, and not when it is left unfinished.
+
+    Then the garbage collector may be what closes it, in any thread, wherever that is. If it is in the midst of its own
+    start, it holds a lock of `threading` that no thread can end without: to wait for one there is to wait for ever, and
+    no other thread of the process starts any more.
+    """
+
+    @override
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        left = kind is GeneratorExit
+        self.shutdown(wait=not left, cancel_futures=left)
 
 
 def in_order(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahead: int = AHEAD) -> Iterator[R]:
@@ -42,7 +61,7 @@ def in_order(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahe
 def each(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields as `in_order` does, by as many threads as are good for documents. Raises what `call` raises for the first
     item that fails."""
-    with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-documents") as executor:
+    with GeneratorThreads(DOCUMENT_THREADS, "ckptlib-documents") as executor:
         yield from in_order(executor, call, items, 2 * DOCUMENT_THREADS)
 
 

@@ -6,11 +6,12 @@ import math
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 
+from ckptlib.catalog.reading import GeneratorThreads
 from ckptlib.exporting.casting import cast
 from ckptlib.exporting.direct_file import DirectFile
 from ckptlib.exporting.files import FilePlan, Item
@@ -49,7 +50,7 @@ def read(opened: CheckpointReader, wanted: Iterable[Wanted]) -> Generator[tuple[
     """Reads arrays, in order. An array is overwritten when the next one is asked for. Raises as a read does."""
     buffers = [mmap.mmap(-1, BATCH_BYTES + PAGE_BYTES) for _ in range(2)]  # fresh memory costs more than the read
     waiting: tuple[Sequence[Wanted], Future[list[Raw]]] | None = None
-    with ThreadPoolExecutor(1, "ckptlib-export-read") as executor:
+    with GeneratorThreads(1, "ckptlib-export-read") as executor:
         for batch in batches(wanted):
             under_way = batch, executor.submit(_fill, opened, batch, buffers[0])
             if waiting is not None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Proof
-from ckptlib.catalog.reading import each, in_order
+from ckptlib.catalog.reading import GeneratorThreads, each, in_order
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.errors import (
@@ -114,7 +113,7 @@ def _verify(
     catalog: Catalog, manifest: Manifest, advance: Advance, expect: Advance, shared: SharedChunks | None
 ) -> Iterator[Finding]:
     save = manifest.save
-    with ThreadPoolExecutor(THREADS, "ckptlib-verify") as executor:
+    with GeneratorThreads(THREADS, "ckptlib-verify") as executor:
         found = executor.map(lambda digest: attempt(partial(catalog.layout, digest)), manifest.layouts)
         layouts = dict(zip(manifest.layouts, found, strict=True))
         readable = {digest: layout for digest, layout in layouts.items() if isinstance(layout, Layout)}

@@ -25,7 +25,7 @@ import ckptlib.verify
 PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
-    *("policy", "jobs", "pages", "priority", "record_locks", "words", "errors", "events", "_version"),
+    *("policy", "jobs", "libc", "pages", "priority", "record_locks", "words", "errors", "events", "_version"),
     *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "exporting", "sizing"),
     *("reporting", "cli"),
 }
