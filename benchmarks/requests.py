@@ -66,7 +66,7 @@ class _Job:
         self.committer = Committer(self.catalog)
         self.sweeper = Sweeper(self.catalog, KEEP)
         self.catalog.open_root(Root("0" * 32, XXH3, DEADLINE_S))
-        self.catalog.put_generation(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
+        self.catalog.generations.put(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
         layout = layout_of(num_ranks, num_tensors)
         self.catalog.shared.put_layout(layout.digest, layout.encoded)
         self.names: list[PartName] = []
@@ -158,7 +158,7 @@ def _measure_many_steps(num_steps: int, figures: Figures) -> None:
     store = CountingStore(LatencyStore(job_store, LATENCY_S))
     catalog = Catalog(job_store)
     catalog.open_root(Root("0" * 32, XXH3, DEADLINE_S))
-    catalog.put_generation(Generation(GENERATION, 1, None, 0.0, {}, "here"))
+    catalog.generations.put(Generation(GENERATION, 1, None, 0.0, {}, "here"))
     layout = layout_of(1, 1)
     catalog.shared.put_layout(layout.digest, layout.encoded)
     name, document = part_of(SaveId(1, GENERATION), 0, layout).encode()

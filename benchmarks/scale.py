@@ -57,7 +57,7 @@ def _measure(num_ranks: int, num_tensors: int, options: Options, figures: Figure
     catalog = Catalog(store)
     committer = Committer(catalog)
     catalog.open_root(Root("0" * 32, XXH3, 3600.0))
-    catalog.put_generation(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
+    catalog.generations.put(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
     layout, seconds = _timed(lambda: layout_of(num_ranks, num_tensors))
     note("layout, once per layout", "cpu s", seconds)
     note("layout", "KB", len(layout.encoded) / 1e3)

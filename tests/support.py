@@ -48,7 +48,7 @@ def make_generation(
 ) -> GenerationId:
     """An incarnation whose record is put."""
     generation = GenerationId(number, f"{number:08x}")
-    catalog.put_generation(Generation(generation, world_size, resumed_from, 0.0, {}, "here"))
+    catalog.generations.put(Generation(generation, world_size, resumed_from, 0.0, {}, "here"))
     return generation
 
 

@@ -276,7 +276,7 @@ def _tags(keep: Keep | None) -> Mapping[str, str] | None:
 def _is_replaced(catalog: Catalog, save: SaveId) -> bool:
     """Returns whether the next save may drop it; False if the record that would say so cannot be read."""
     try:
-        return catalog.generation(save.generation).tags == REPLACES
+        return catalog.generations.record(save.generation).tags == REPLACES
     except NewerFormat:
         raise
     except UNREADABLE:

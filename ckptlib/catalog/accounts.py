@@ -94,7 +94,7 @@ def _accounts(catalog: Catalog, listed: Sequence[SaveId]) -> Accounts:
     saves: dict[GenerationId, list[SaveId]] = {}
     for save in listed:  # ascending by step
         saves.setdefault(save.generation, []).append(save)
-    ids = catalog.generation_ids()
+    ids = catalog.generations.ids()
     told, problems = _read_listed(catalog)
     untold = []
     starts = sorted({*ids, *saves})
@@ -139,7 +139,7 @@ def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
 def is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
     """Whether the generation's record was put to go back, as by `ckptlib rewind`, which starts no job."""
     try:
-        return catalog.generation(generation).rewind
+        return catalog.generations.record(generation).rewind
     except UNUSABLE:  # reported when history is walked
         return False
 

@@ -93,9 +93,10 @@ def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
     if not by_id:  # as at nearly all starts, which then need no listing
         return []
     saves = catalog.saves()
-    ids = catalog.generation_ids()
+    ids = catalog.generations.ids()
     begun_there = {*ids, *(save.generation for save in saves)}
-    records, _ = catalog.records(saves, newer=True, ids=ids)  # a newer record is no error here, as in `ckptlib ls`
+    # A newer record is no error here, as in `ckptlib ls`.
+    records, _ = catalog.generations.records(saves, newer=True, ids=ids)
     visible = history(saves, records)  # if one of these goes on from another, that other one hides what it hides
     entering: list[Begun] = []
     for _, begun in sorted(by_id.items()):

@@ -1,22 +1,20 @@
 """What a root holds: its steps, the generations that saved them, and the documents of both.
 
-It lists, reads, and puts documents that are put once. `history` decides which steps are on the job's history, and
-`commit` brings a step into existence. No torch.
+It lists and reads. `generations` also puts the records of generations; `history` decides which steps are on the job's
+history, and `commit` brings a step into existence. No torch.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ckptlib.catalog.generations import Generations
 from ckptlib.catalog.history import (
-    check_goes_on,
-    check_head,
     check_known,
     history,
     is_number,
@@ -25,7 +23,6 @@ from ckptlib.catalog.history import (
     newest,
     newest_first,
     numbered,
-    read_records,
     successor,
 )
 from ckptlib.catalog.metrics import best_of
@@ -33,20 +30,17 @@ from ckptlib.catalog.reading import warm
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.catalog.stand import Stand
-from ckptlib.catalog.unreadable import UNREADABLE
 from ckptlib.errors import (
     CheckpointNotFound,
-    CkptError,
     CorruptData,
     FormatError,
-    NewerFormat,
     ObjectNotFound,
     ObjectUnreadable,
 )
 from ckptlib.format import gc_pause, keys
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import Layout
-from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
+from ckptlib.format.manifest import Manifest, Root, TrashRecord
 from ckptlib.format.part import Part
 from ckptlib.policy.best import Best
 from ckptlib.stores import Entry, Store
@@ -98,25 +92,17 @@ class Catalog:
         """`root`: for a local disk, the catalog of the root, which has most of the disk's layouts, too."""
         self.store = store
         self.shared: SharedDocuments = SharedDocuments(store, None if root is None else root.shared)
+        self.generations = Generations(self.shared)
         self._stands: dict[SaveId, Stand] = {}
         self._trash: dict[SaveId, TrashRecord] = {}
-        self._generations: dict[GenerationId, Generation] = {}
-        self._accounted: frozenset[GenerationId] = frozenset()
-        self._root_read = False
-
-    # Reading
 
     def root(self) -> Root:
         """Returns the root's document. Raises CheckpointNotFound if there is none."""
-        root = self.shared.root()
-        self._root_read = True
-        return root
+        return self.shared.root()
 
     def open_root(self, make: Root) -> Root:
         """Returns the root's document; puts `make` if there is none."""
-        root = self.shared.open_root(make)
-        self._root_read = True
-        return root
+        return self.shared.open_root(make)
 
     def saves(self) -> list[SaveId]:
         """Returns every committed save, by step."""
@@ -135,54 +121,6 @@ class Catalog:
             self._stands = {save: self._stands[save] for save in saves if save in self._stands}
         return Steps(saves, sorted(refreshes), pins, put)
 
-    def generation_ids(self) -> list[GenerationId]:
-        """Returns every generation that has put its record, ascending."""
-        listed = [entry.key for entry in self.store.scan(keys.GENERATIONS)]
-        self._accounted = frozenset(filter(None, map(keys.parse_account_key, listed)))
-        return sorted(filter(None, map(keys.parse_generation_key, listed)))
-
-    def was_accounted(self, generation: GenerationId) -> bool:
-        """Whether the generation had left an account of its time when generations were last listed; see `accounts`."""
-        return generation in self._accounted
-
-    def records(
-        self, saves: Iterable[SaveId], newer: bool = False, ids: Sequence[GenerationId] | None = None
-    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
-        """Returns the record of each generation, or why it cannot be read; history ends at a generation without one.
-
-        `saves`: the committed ones, listed before `ids`, since a committer puts its record first. `ids`: the
-        generations, if listed since. Raises NewerFormat, unless `newer`.
-        """
-        ids = self.generation_ids() if ids is None else ids
-        self._warm_generations(ids)
-        return read_records(ids, saves, self.generation, newer)
-
-    def _warm_generations(self, ids: Iterable[GenerationId]) -> None:
-        warm(self.generation, [generation for generation in ids if generation not in self._generations])
-
-    def generation(self, generation: GenerationId) -> Generation:
-        """Returns the generation's record. Raises ObjectNotFound, CorruptData or FormatError."""
-        if generation not in self._generations:
-            self._generations[generation] = self.shared.generation(generation)
-        return self._generations[generation]
-
-    def check_versions(self, ids: Sequence[GenerationId] | None = None) -> None:
-        """Raises NewerFormat if a newer ckptlib has written the root's document or the record of a generation.
-
-        This version could take an abandoned step for the newest, and delete packs that are needed. Other damage of
-        these documents is reported when they are needed. `ids`: the generations, if listed before.
-        """
-        ids = self.generation_ids() if ids is None else ids
-        self._warm_generations(ids)
-        reads: list[Callable[[], object]] = [partial(self.generation, generation) for generation in ids]
-        for read in reads if self._root_read else [self.root, *reads]:
-            try:
-                read()
-            except NewerFormat:
-                raise
-            except UNREADABLE:
-                continue
-
     def visible(
         self, further: Collection[SaveId] = (), newer: bool = False, saves: Collection[SaveId] | None = None
     ) -> list[SaveId]:
@@ -198,7 +136,7 @@ class Catalog:
         same. A record of a newer ckptlib raises NewerFormat; with `newer`, for readers, it counts as damaged.
         """
         saves = self.saves() if saves is None else saves  # first: a committer has put its record before
-        generations = self.generation_ids()
+        generations = self.generations.ids()
         there = [save for save in further if save.generation in generations]
         further = [save for save in there if not is_outrun(save.generation, saves)]
         return self._visible([*saves, *further], saves, generations, newer)
@@ -207,7 +145,7 @@ class Catalog:
         self, whole: Iterable[SaveId], saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool = False
     ) -> list[SaveId]:
         whole = {*whole}
-        records, lost = self.records(saves, newer, ids)
+        records, lost = self.generations.records(saves, newer, ids)
         if not newer:
             there = {generation: error for generation, error in lost.items() if generation in ids}
             check_known({save.generation for save in whole}, records, there, self.store.url)
@@ -219,13 +157,13 @@ class Catalog:
         """Returns the save of a visible step: "latest", "best" or a number; or of any step, given its full name.
 
         `best`: what "best" means; None: the rule of the newest job that has one. Raises CheckpointNotFound, whose
-        message lists the last steps, and NewerFormat as `check_versions` does.
+        message lists the last steps, and NewerFormat as `Generations.check_versions` does.
         """
         saves = self.saves()  # first: a committer has put its record before
-        ids = self.generation_ids()
+        ids = self.generations.ids()
         if step == "latest" and (found := self._newest(saves, ids)) is not None:
             return found
-        self.check_versions(ids)
+        self.generations.check_versions(ids)
         if step == "best":
             visible = self._visible(saves, saves, ids)
             return best_of(self.known_metrics(visible), best or self.best_rule(saves, ids), self.store.url)
@@ -234,8 +172,8 @@ class Catalog:
         return numbered(step, self._visible(saves, saves, ids), self.store.url)
 
     def _newest(self, saves: Collection[SaveId], ids: Sequence[GenerationId]) -> SaveId | None:
-        self._warm_generations(newest_first(ids, saves))
-        return newest(saves, ids, self.generation)
+        self.generations.warm(newest_first(ids, saves))
+        return newest(saves, ids, self.generations.record)
 
     def known_metrics(self, saves: Sequence[SaveId]) -> dict[SaveId, Mapping[str, float]]:
         """Returns the numeric metrics of the saves whose manifest can be read; warns of the others."""
@@ -251,8 +189,11 @@ class Catalog:
         return found
 
     def best_rule(self, saves: Iterable[SaveId], ids: Sequence[GenerationId] | None = None) -> Best | None:
-        """Returns the rule for the best step of the newest job that has one. `saves`, `ids`: as for `records`."""
-        records, _ = self.records(saves, newer=True, ids=ids)  # lost records are reported when history is walked
+        """Returns the rule for the best step of the newest job that has one.
+
+        `saves`, `ids`: as for `Generations.records`. Lost records are reported when history is walked.
+        """
+        records, _ = self.generations.records(saves, newer=True, ids=ids)
         rules = (records[generation].best for generation in sorted(records, reverse=True))
         return next((best for best in rules if best is not None), None)
 
@@ -375,26 +316,6 @@ class Catalog:
         except (FormatError, ObjectUnreadable):  # it cannot be read, but it is there, or something in its place
             return self.store.entry(key) is not None
 
-    # Writing
-
     def next_generation(self) -> GenerationId:
         """Returns a new id with a number above all others. Puts nothing yet."""
-        return successor(self.generation_ids(), self.saves())
-
-    def put_generation(self, generation: Generation) -> None:
-        """Puts a generation's record, which supersedes older ones; a rewind also hides steps after its origin.
-
-        Raises FormatError for a record that nobody could read, which would close the root; puts nothing then.
-        """
-        document = generation.encode()
-        Generation.decode(document, generation.id.key)
-        self.shared.put_generation(generation.id, document)
-
-    def check_head(self, generation: GenerationId) -> None:
-        """Raises Superseded if a newer generation has put its record."""
-        check_head(generation, self.generation_ids(), self.store.url)
-
-    def check_goes_on(self, save: SaveId) -> None:
-        """Raises Superseded if a newer generation has put its record, and this save is not on the history of the newest
-        one: the save may not be committed any more."""
-        check_goes_on(save, self.generation_ids(), self.generation, self.store.url)
+        return successor(self.generations.ids(), self.saves())

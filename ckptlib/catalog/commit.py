@@ -20,7 +20,7 @@ from ckptlib.catalog.failed_parts import raise_if_failed
 from ckptlib.catalog.history import newest_first, unfinished_from
 from ckptlib.catalog.late_commit import check_found, check_packs, stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
-from ckptlib.catalog.reading import each, warm
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_commit, is_recorded
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
@@ -362,9 +362,9 @@ def finish_saves(catalog: Catalog, generation: GenerationId, to_go_on: bool = Fa
     """
     committed, since = set(catalog.saves()), 0
     if to_go_on:
-        ids = catalog.generation_ids()
-        warm(catalog.generation, newest_first(ids, committed))
-        since = unfinished_from(committed, ids, catalog.generation)
+        ids = catalog.generations.ids()
+        catalog.generations.warm(newest_first(ids, committed))
+        since = unfinished_from(committed, ids, catalog.generations.record)
     waiting = {
         name.save
         for entry in catalog.store.scan(keys.PARTS, f"{keys.PARTS}{since:012d}")
@@ -382,7 +382,7 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
     found = catalog.parts(save)
     if 0 not in found or not all(name.ok for names in found.values() for name in names):
         return False  # a rank, or the committer, said that it gave up
-    if not is_recorded(catalog, save.generation, catalog.generation_ids()):
+    if not is_recorded(catalog, save.generation, catalog.generations.ids()):
         log.warning("step %d is not committed: its generation %s began in another root", save.step, save.generation)
         return False
     try:

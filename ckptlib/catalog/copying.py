@@ -67,7 +67,7 @@ def lineage_of(catalog: Catalog, save: SaveId) -> tuple[list[Generation], CkptEr
     at: SaveId | None = save
     while at is not None and at.generation not in [record.id for record in found]:
         try:
-            record = catalog.generation(at.generation)
+            record = catalog.generations.record(at.generation)
         except UNREADABLE as error:
             return found, error
         found.append(record)
@@ -102,7 +102,7 @@ def _used_for(target: Catalog, step: StepObjects, lineage: list[Generation]) -> 
     save, saves = step.manifest.save, target.saves()
     if saves and (saves != [save] or target.manifest_document(save) != step.document):
         return "steps"
-    generations = {*target.generation_ids()}
+    generations = {*target.generations.ids()}
     if not generations:  # a copy puts generations before any part
         parts = filter(None, (keys.parse_part_key(entry.key) for entry in target.store.scan(keys.PARTS)))
         return "parts of other steps, as the local= of a job has" if any(part.save != save for part in parts) else None

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def traces(catalog: Catalog, own: GenerationId | None) -> str | None:
     """Says what other starts than `own` have left in a root without a step; None if nothing. Raises the store's
     errors."""
-    if starts := [generation for generation in catalog.generation_ids() if generation != own]:
+    if starts := [generation for generation in catalog.generations.ids() if generation != own]:
         return f"a job has begun to save there, as generation {words.last(starts, 2)}"
     if catalog.store.scan(keys.PARTS):
         return f"shares of saves are in its {keys.PARTS}"

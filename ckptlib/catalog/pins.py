@@ -64,7 +64,7 @@ def _refuse_old_writers(catalog: Catalog) -> None:
     """Raises FormatError if the newest job is of version 1, whose writers drop pinned steps. The record of a job of
     version 2 keeps them out."""
     document = b""
-    if (newest := max(catalog.generation_ids(), default=None)) is not None:
+    if (newest := max(catalog.generations.ids(), default=None)) is not None:
         with suppress(*UNUSABLE):  # reported when history is walked
             document = catalog.shared.document(newest.key)
     if document.startswith(b'{"ckptlib":1,'):

@@ -215,7 +215,7 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
 def _generations(catalog: Catalog, committed: Collection[SaveId], live: bool) -> Mapping[GenerationId, Generation]:
     """Returns the records of all generations. A `live` job goes on without lost ones, and drops steps of the history
     that is left; for others, raises CorruptData."""
-    found, lost = catalog.records(sorted(committed))
+    found, lost = catalog.generations.records(sorted(committed))
     if lost:
         what = "; ".join(str(error) for _, error in sorted(lost.items()))
         if not live:
@@ -314,7 +314,7 @@ def _drop(
             _drop_stale(catalog, generation, _stale_records(catalog, foreign))
             foreign = _put_records(catalog.store, [record for record in records if record.save in foreign])
         stay = foreign | {*some} & catalog.steps(since=some[0]).pins.keys()
-        if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
+        if generation is None and head is not None and max(catalog.generations.ids(), default=head) > head:
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
             stay = {*some}
         _check_may_delete(catalog, generation)

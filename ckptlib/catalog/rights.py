@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def check_may_change(catalog: Catalog, generation: GenerationId) -> None:
     """Raises Superseded if there is a newer generation, or another root in the place of this one; StoreError if no
     generation has begun in that place. Puts the generation's own record again if only that is lost."""
-    ids = catalog.generation_ids()
+    ids = catalog.generations.ids()
     check_head(generation, ids, catalog.store.url)
     _check_began(catalog, generation, ids)
 
@@ -36,8 +36,8 @@ def check_may_commit(catalog: Catalog, save: SaveId) -> bool:
 
     Returns whether there is one, other than this process's own: its job sweeps, and knows nothing of the save.
     """
-    ids = catalog.generation_ids()
-    check_goes_on(save, ids, catalog.generation, catalog.store.url)
+    ids = catalog.generations.ids()
+    check_goes_on(save, ids, catalog.generations.record, catalog.store.url)
     _check_began(catalog, save.generation, ids)
     newest, own = max(ids, default=save.generation), catalog.shared.own_record
     return newest > save.generation and (own is None or own.id != newest)
@@ -55,7 +55,7 @@ def _check_began(catalog: Catalog, generation: GenerationId, ids: Collection[Gen
                 "more. Did somebody delete it, or a rule of the bucket that expires objects? It is put again",
                 *(url, generation),
             )
-            catalog.put_generation(own)
+            catalog.generations.put(own)
         return
     if ids:
         raise Superseded(

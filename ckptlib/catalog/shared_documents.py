@@ -91,6 +91,11 @@ class SharedDocuments:
         self.opened_id = self.opened_id or root.id
         return root
 
+    @property
+    def has_read_root(self) -> bool:
+        """Whether this version can read the root's document, since it has."""
+        return self._root is not None
+
     def is_same_root(self) -> bool:
         """Whether the root is still the one that the job has opened; False if that is not known."""
         before = self.opened_id

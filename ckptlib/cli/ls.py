@@ -115,7 +115,7 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
 def _refusal(catalog: Catalog) -> str | None:
     """Returns why restore, load, save and gc refuse this root; None if they do not."""
     try:
-        catalog.check_versions()
+        catalog.generations.check_versions()
     except NewerFormat as error:
         return f"{error} to restore, load, save or gc"
     return None

@@ -136,6 +136,6 @@ def _put(catalog: Catalog, save: SaveId) -> Generation:
         host=socket.gethostname(),
         rewind=True,
     )
-    enter_to_go_back(catalog, save, lambda: catalog.put_generation(record))
-    catalog.check_head(record.id)
+    enter_to_go_back(catalog, save, lambda: catalog.generations.put(record))
+    catalog.generations.check_head(record.id)
     return record

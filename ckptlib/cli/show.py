@@ -104,7 +104,7 @@ def command(
             packs.update(pack.key for pack in part.packs)
         else:
             problems.append(str(part))
-    records, lost = catalog.records([save], newer=True)
+    records, lost = catalog.generations.records([save], newer=True)
     problems += map(str, lost.values())
     chain = generation_chain(records, save)
     visible = catalog.visible(newer=True)

@@ -31,8 +31,8 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
         with open_url(url, storage_options(option)) as store:
             catalog = Catalog(store)
             root_id = catalog.root().id
-            newest = max(catalog.generation_ids(), default=None)
-            generation = None if newest is None else catalog.generation(newest)
+            newest = max(catalog.generations.ids(), default=None)
+            generation = None if newest is None else catalog.generations.record(newest)
     directories = [*files.usual(), *map(Path, arena)]
     prefix = "ckptlib-" if root_id is None else f"ckptlib-{root_id[:16]}-"
     rows = [row for row in files.find(directories) if row.path.name.startswith(prefix)]

@@ -34,7 +34,7 @@ class Branch:
 def branches(catalog: Catalog) -> list[Branch]:
     """Returns all generations that have a record or a step, ascending."""
     saves = catalog.saves()
-    records, lost = catalog.records(saves, newer=True)
+    records, lost = catalog.generations.records(saves, newer=True)
     return branches_of(saves, records, lost)
 
 

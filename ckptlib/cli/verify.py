@@ -96,10 +96,10 @@ def command(store: Store, output: Output, step: str, everything: bool, mend: boo
 def _mend(catalog: Catalog, saves: list[SaveId]) -> list[str]:
     """Puts damaged documents again from their copies, or copies from documents; returns the keys of what it put. Raises
     NewerFormat if a newer ckptlib has written to this root."""
-    catalog.check_versions()
+    catalog.generations.check_versions()
     manifests = [attempt(partial(catalog.manifest, save)) for save in saves]
     layouts = {digest for manifest in manifests if isinstance(manifest, Manifest) for digest in manifest.layouts}
-    generations = {*catalog.generation_ids(), *(save.generation for save in saves)}
+    generations = {*catalog.generations.ids(), *(save.generation for save in saves)}
     records = [generation.key for generation in sorted(generations)]
     return catalog.shared.mend([keys.ROOT, *map(keys.layout_key, sorted(layouts)), *records])
 

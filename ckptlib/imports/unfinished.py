@@ -49,11 +49,11 @@ def identity_of(source: Path, *asked: object) -> str:
 
 def find(catalog: Catalog, step: int, identity: str) -> Unfinished | None:
     """Returns what the same import left of this step uncommitted, if no job has saved to the root since; else None."""
-    newest = max(catalog.generation_ids(), default=None)
+    newest = max(catalog.generations.ids(), default=None)
     if newest is None:
         return None
     try:
-        if catalog.generation(newest).tags.get(SOURCE) != identity:
+        if catalog.generations.record(newest).tags.get(SOURCE) != identity:
             return None
     except UNREADABLE:
         return None

@@ -75,7 +75,7 @@ def _tell_unrecorded(catalog: Catalog, inventory: Inventory, restored: Candidate
     if not newer:
         return
     try:
-        recorded = catalog.generation_ids()
+        recorded = catalog.generations.ids()
     except StoreError as error:
         log.warning("%s: why step %s in memory is not restored is not known: %s", catalog.store.url, newer[0], error)
         return

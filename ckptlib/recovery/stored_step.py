@@ -58,7 +58,7 @@ class StoredStep(Committed):
         part = None if self._own is None or self.world_size != self._group.size else self._usable(*self._own)
         if self._group.rank != 0:
             return KnownOrigin(self.save, part)
-        accounted = self._catalog.was_accounted(self.save.generation)
+        accounted = self._catalog.generations.was_accounted(self.save.generation)
         return KnownOrigin(self.save, part, self._manifest.encode(), accounted)
 
     def _usable(self, part: Part, own: OwnPart) -> OwnPart | None:

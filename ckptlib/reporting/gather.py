@@ -53,7 +53,7 @@ def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
         manifests = _manifests(catalog, sorted(put_at), problems)
         if is_newest_there(catalog, put_at):
             break
-    generations, lost = catalog.records(put_at, newer=True)
+    generations, lost = catalog.generations.records(put_at, newer=True)
     problems.add(*lost.values())
     accounts = read_accounts(catalog)
     problems.add(*accounts.problems)

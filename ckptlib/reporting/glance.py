@@ -103,7 +103,7 @@ class Watcher:
                 for entry in catalog.store.scan(keys.STEPS)
                 if (save := keys.parse_manifest_key(entry.key)) is not None
             }
-            generations, lost = catalog.records(put_at, newer=True)
+            generations, lost = catalog.generations.records(put_at, newer=True)
             saves = history(put_at, generations)
             problems = [*map(str, lost.values())]
             manifests = self._read(saves[-RECENT - 1 :], problems)

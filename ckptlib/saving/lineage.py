@@ -91,9 +91,9 @@ class Lineage:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
             saves = self._catalog.saves()  # listed first: whoever commits has put its record before
-            ids = self._catalog.generation_ids()
-            self._catalog.check_versions(ids)
-            records, _ = self._catalog.records(saves, newer=True, ids=ids)
+            ids = self._catalog.generations.ids()
+            self._catalog.generations.check_versions(ids)
+            records, _ = self._catalog.generations.records(saves, newer=True, ids=ids)
             last = max(history(saves, records), default="")
             return root.encode() + f"{successor(ids, saves)} {len(saves)} {last}".encode()
 
@@ -184,7 +184,7 @@ class Lineage:
         def enter() -> None:
             if self._group.rank == 0:
                 enter_to_go_back(self._catalog, save, put) if committed else put()
-                self._catalog.check_head(self.generation)
+                self._catalog.generations.check_head(self.generation)
 
         together(self._group, f"going back to step {save.step}", enter)
         self.resumed_from = save

@@ -55,7 +55,7 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
     else:
         yield from _both(catalog, keys.ROOT, None)
     wanted = {save.generation for save in catalog.saves()}  # first: a committer has put its record before
-    ids = catalog.generation_ids()
+    ids = catalog.generations.ids()
     for generation, record, altered in each(partial(_read_generation, catalog), ids):
         if isinstance(record, CkptError):
             yield finding_of(record, generation.key, None)
@@ -64,7 +64,7 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         if record.resumed_from is not None:
             wanted.add(record.resumed_from.generation)
     for generation in sorted(wanted - {*ids}):
-        if isinstance(attempt(partial(catalog.generation, generation)), Generation):
+        if isinstance(attempt(partial(catalog.generations.record, generation)), Generation):
             yield from _both(catalog, generation.key, None)
             continue
         message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
@@ -75,7 +75,7 @@ def _read_generation(
     catalog: Catalog, generation: GenerationId
 ) -> tuple[GenerationId, Generation | CkptError, list[Finding]]:
     """Returns the generation's record, or why it cannot be read; and what is wrong with it or its copy if it can."""
-    record = attempt(partial(catalog.generation, generation))
+    record = attempt(partial(catalog.generations.record, generation))
     altered = [] if isinstance(record, CkptError) else [*_both(catalog, generation.key, None)]
     return generation, record, altered
 

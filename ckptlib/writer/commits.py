@@ -204,7 +204,8 @@ class Commits:
             try:
                 raise_if_failed(self._catalog, save, found)
             except SaveFailed as error:
-                self._catalog.check_goes_on(save)  # all ranks raise one class: nobody may act on Superseded alone
+                # All ranks raise one class: nobody may act on Superseded alone.
+                self._catalog.generations.check_goes_on(save)
                 if self._was_dropped(save):  # given up in doubt, but committed
                     return True
                 names, missing = choose_parts(self._catalog.parts(save), self._world_size)

@@ -122,7 +122,7 @@ class Drain:
         it took too long, CorruptData or SaveFailed if the disk does not have what was put on it.
         """
         self._bucket.shared.check_there()
-        self._bucket.check_goes_on(save)
+        self._bucket.generations.check_goes_on(save)
         part, name, document = self._on_disk(save)
         present = {} if is_new else self._present(part)
         lacking = missing(part, {key: entry.nbytes for key, entry in present.items()})

@@ -55,10 +55,10 @@ class GenerationRecord:
                 f"{catalog.store.url}: this job opened root {self._root_id}, but {found.id} is there now: another job "
                 "made it in the same moment. Stop one of the two, or give each a root of its own, and start again"
             )
-        elapsed, ids = Elapsed(), catalog.generation_ids()
+        elapsed, ids = Elapsed(), catalog.generations.ids()
         if self._again and self.record.id in ids:
             # The record stays: what this job itself has saved and removed since is no reason to write another.
-            self.record, self._continues = catalog.generation(self.record.id), False
+            self.record, self._continues = catalog.generations.record(self.record.id), False
             catalog.shared.complete_generation(self.record.id)
             self.note_put(catalog)
             return None
@@ -71,7 +71,7 @@ class GenerationRecord:
             self._warning = self._warning or warning
             self.record = replace(self.record, resumed_from=origin)
             self._continues = False
-        catalog.put_generation(self.record)
+        catalog.generations.put(self.record)
         if elapsed.at_most() > LATE_S and not self.record.rewind:
             self._check_in_time(catalog)
         self.note_put(catalog)
@@ -96,7 +96,7 @@ class GenerationRecord:
         """Raises Superseded if another job has begun, and saved, while this record was on its way, for example through
         an outage. The number of the record may be above that of the other: then the first step of this job would leave
         behind what that one has saved, and reported as saved."""
-        others = self._unknown(catalog.generation_ids())
+        others = self._unknown(catalog.generations.ids())
         saved = {save.generation for save in catalog.saves()} if others else set()
         self._check_others(catalog, [other for other in others if other in saved])
 

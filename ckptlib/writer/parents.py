@@ -180,7 +180,7 @@ class Parents:
         deadline, pauses = time.monotonic() + RECORD_WITHIN_S, Pauses(self._catalog.store)
         while not is_first and not self._catalog.is_there(generation.key) and time.monotonic() < deadline:
             time.sleep(pauses.next())
-        return self._catalog.generation(generation)
+        return self._catalog.generations.record(generation)
 
 
 def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None:

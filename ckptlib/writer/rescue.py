@@ -55,11 +55,11 @@ def rescue(
     time is over, or shares have not come, that is StoreTimeout: the slots are as good as they were.
     """
     slots, catalog = list(slots), committer.catalog
-    catalog.check_goes_on(save)
+    catalog.generations.check_goes_on(save)
     if _is_saved_again(catalog, save):
         return
     while True:
-        catalog.check_goes_on(save)
+        catalog.generations.check_goes_on(save)
         chosen = _settle(slots, save, own_rank, persister, deadline, catalog)
         try:
             _complete(slots, chosen, own_rank, persister, deadline, committer, in_doubt=chosen != save)
@@ -78,9 +78,9 @@ def rescue(
 def _is_saved_again(catalog: Catalog, save: SaveId) -> bool:
     """Returns whether a job that went on from this save has saved its step again, or a later one, which the newest job
     goes on from."""
-    ids = catalog.generation_ids()
+    ids = catalog.generations.ids()
     later = [other for other in catalog.steps(save).saves if other.generation > save.generation]
-    return any(other.step <= last_step(other.generation, ids, catalog.generation) for other in later)
+    return any(other.step <= last_step(other.generation, ids, catalog.generations.record) for other in later)
 
 
 def _settle(
@@ -88,7 +88,7 @@ def _settle(
 ) -> SaveId:
     """Returns the newest snapshot that any rank has put a share of by now, that no rank has given up and no job left
     behind; or `save`. Puts this rank's own share, too; a slot that proves damaged leaves `slots`."""
-    last = last_step(save.generation, catalog.generation_ids(), catalog.generation)
+    last = last_step(save.generation, catalog.generations.ids(), catalog.generations.record)
     newer = sorted({header.save for header, _ in _ready(slots) if save < header.save and header.save.step <= last})
     now, chosen = time.monotonic(), save
     deadline = now + min(SHARES_TIMEOUT_S, (put_until - now) / 2)
@@ -177,7 +177,7 @@ def _await_commit(catalog: Catalog, save: SaveId, deadline: float) -> None:
         if now > deadline:
             raise SaveFailed(f"step {save.step} was not committed within {now - began:.0f} s")
         if now >= next_check:
-            catalog.check_goes_on(save)
+            catalog.generations.check_goes_on(save)
             next_check = now + (0.0 if catalog.store.is_local else HEAD_EVERY_S)
         time.sleep(POLL_S)
 

@@ -60,12 +60,12 @@ def test_a_job_that_others_knew_nothing_of_may_have_any_number() -> None:
     earlier = replace(begun(2), seen=KnownGenerations(1))
     assert unrecorded([own], catalog) == [own]
     assert unrecorded([earlier, own], catalog) == [earlier, own]
-    catalog.put_generation(replace(earlier.record, id=killed))
+    catalog.generations.put(replace(earlier.record, id=killed))
     assert unrecorded([own], catalog) == [own], "its record came late"
     assert unrecorded([replace(begun(2, "d" * 8), seen=KnownGenerations(1))], catalog) == [], "it has its record"
     make_generation(catalog, 2)
     assert unrecorded([own], catalog) == [], "a job on other hosts went on"
-    catalog.put_generation(own.record)
+    catalog.generations.put(own.record)
     assert unrecorded([own], catalog) == []
 
 
@@ -130,9 +130,9 @@ HIDING = [
 def commit(catalog: Catalog, rows: Sequence[tuple[int, int | None, Sequence[int]]]) -> None:
     for number, resumed, steps in rows:
         of = GenerationId(number, f"{number:08x}")
-        if of not in catalog.generation_ids():
+        if of not in catalog.generations.ids():
             origin = None if resumed is None else catalog.resolve(resumed)
-            catalog.put_generation(Generation(of, 1, origin, 0.0, {}, "here", rewind=number == REWIND))
+            catalog.generations.put(Generation(of, 1, origin, 0.0, {}, "here", rewind=number == REWIND))
         for step in steps:
             make_save(catalog, of, step, state(step))
 
@@ -146,7 +146,7 @@ def test_a_late_record_hides_no_step_that_an_older_job_has_committed_since(
     catalog = make_root(store)
     commit(catalog, case.before)
     known, visible = {*catalog.saves()}, catalog.visible()
-    newest = max((generation.number for generation in catalog.generation_ids()), default=0)
+    newest = max((generation.number for generation in catalog.generations.ids()), default=0)
     own, left = GenerationId(newest + 20, "e" * 8), GenerationId(20, f"{20:08x}")
     seen = KnownGenerations(newest, (left,), max(visible, default=None))
     origin = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,20 +17,17 @@ from support import (
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
-from ckptlib.catalog.rights import check_may_change, check_may_commit
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
-    FormatError,
     ObjectNotFound,
     SaveFailed,
     StoreError,
-    Superseded,
     describe,
 )
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.manifest import Root
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import FaultStore, write_plan
@@ -41,7 +37,7 @@ def test_an_empty_store_is_no_root(store: Store) -> None:
     catalog = Catalog(store)
     with pytest.raises(CheckpointNotFound, match=r"no ckptlib\.json"):
         catalog.root()
-    assert (catalog.saves(), catalog.visible(), catalog.generation_ids()) == ([], [], [])
+    assert (catalog.saves(), catalog.visible(), catalog.generations.ids()) == ([], [], [])
     with pytest.raises(CheckpointNotFound, match="no committed step"):
         catalog.resolve("latest")
 
@@ -91,7 +87,7 @@ def test_strangers_in_the_root_are_not_listed(store: Store, catalog: Catalog) ->
     for key in ("steps/notes.txt", "steps/10.json", f"steps/{save}.json.bak", "generations/x.json", "parts/a/b.json"):
         store.put(key, b"?")
     assert catalog.saves() == [save]
-    assert len(catalog.generation_ids()) == 1
+    assert len(catalog.generations.ids()) == 1
     assert finish_saves(catalog, GenerationId(9, "0" * 8)) == []
 
 
@@ -122,12 +118,12 @@ def test_a_damaged_generation_hides_no_steps_but_says_so(
     generation = make_generation(catalog)
     save = make_save(catalog, generation, 10, state(10))
     for key in (generation.key, keys.copy_key(generation.key)):
-        assert Catalog(store).generation(generation).id == generation
+        assert Catalog(store).generations.record(generation).id == generation
         replace_object(store, key, store.get(key)[:-5])
     assert Catalog(store).visible() == [save]
     assert str(generation) in caplog.text
     with pytest.raises(CorruptData, match=str(generation)):
-        Catalog(store).generation(generation)
+        Catalog(store).generations.record(generation)
 
 
 def test_a_damaged_layout_is_put_again(store: Store, catalog: Catalog) -> None:
@@ -182,9 +178,6 @@ def test_a_record_that_is_lost_or_cannot_be_read_ends_history_and_says_so(
     assert f"{second.key}: no such object" in caplog.text
 
 
-# -- generations
-
-
 def test_generations_count_up_also_where_only_their_steps_are_left(store: Store, catalog: Catalog) -> None:
     assert catalog.next_generation().number == 1
     generation = make_generation(catalog, 7)
@@ -194,82 +187,7 @@ def test_generations_count_up_also_where_only_their_steps_are_left(store: Store,
     assert Catalog(store).next_generation().number == 8
 
 
-def test_a_record_that_nobody_could_read_is_not_put(store: Store, catalog: Catalog) -> None:
-    """From then on no job could open the root."""
-    generation = make_generation(catalog, 1)
-    record = Generation(GenerationId(2, "0" * 8), 1, None, 0.0, {}, "here", {"seed": 1})  # type: ignore[dict-item]
-    with pytest.raises(FormatError, match=r"generations/000002-0{8}\.json: field 'tags' is not an object of strings"):
-        catalog.put_generation(record)
-    assert Catalog(store).generation_ids() == [generation]
-    assert [entry.key for entry in store.scan("copies/generations/")] == [keys.copy_key(generation.key)]
-
-
-def test_a_newer_generation_supersedes(catalog: Catalog) -> None:
-    old = make_generation(catalog, 1)
-    catalog.check_head(old)
-    new = make_generation(catalog, 2)
-    catalog.check_head(new)
-    with pytest.raises(Superseded, match="Two jobs use one root"):
-        catalog.check_head(old)
-
-
-def test_a_save_of_before_is_orphaned_where_another_process_sweeps(catalog: Catalog) -> None:
-    """Not where the newer job is the one that commits it, as from a local disk: that one knows of it, and spares it."""
-    save = SaveId(1, make_generation(catalog, 1))
-    assert not check_may_commit(catalog, save)
-    newest = Generation(GenerationId(2, "00000002"), 1, save, 0.0, {}, "here")
-    catalog.put_generation(newest)
-    assert check_may_commit(catalog, save)
-    catalog.shared.own_record = newest
-    assert not check_may_commit(catalog, save)
-
-
-@pytest.mark.parametrize("commits", [False, True])
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_generation_that_began_in_another_root_changes_nothing(
-    store: Store, catalog: Catalog, lost: int, commits: bool
-) -> None:
-    """Its record and the copy of it are gone together; a damage takes one of them."""
-    own = make_generation(catalog, 3)
-
-    def check() -> None:
-        if commits:
-            check_may_commit(catalog, SaveId(1, own))
-        else:
-            check_may_change(catalog, own)
-
-    check()
-    store.delete(*[own.key, keys.copy_key(own.key)][:lost])
-    if lost < 2:
-        check()
-        return
-    before = catalog.root()
-    check()  # the record alone is lost
-    replace_object(store, keys.ROOT, replace(before, id="0" * 32).encode())
-    with pytest.raises(StoreError, match="is not there any more: it has no record of generation 000003"):
-        check()
-    make_generation(catalog, 1)
-    with pytest.raises(Superseded, match="another root is there now"):
-        check()
-    make_generation(catalog, 4)
-    with pytest.raises(Superseded, match="Two jobs use one root"):
-        check()
-
-
 def test_describe_is_one_line_of_json() -> None:
     assert describe(SaveFailed("step 5: x")) == "step 5: x"
     assert describe(ZeroDivisionError("by 0")) == "ZeroDivisionError: by 0"
     assert len(describe(SaveFailed("x" * 9999))) == 2000
-
-
-def test_who_was_told_which_root_was_opened_takes_no_other_for_it(store: Store, catalog: Catalog) -> None:
-    """Though this process reads the root for the first time when it is another one."""
-    own = make_generation(catalog, 3)
-    late = Catalog(store)
-    late.shared.opened_id = catalog.root().id
-    store.delete(own.key, keys.copy_key(own.key))
-    check_may_change(late, own)
-    replace_object(store, keys.ROOT, replace(catalog.root(), id="0" * 32).encode())
-    late.root()
-    with pytest.raises(StoreError, match="is not there any more"):
-        check_may_change(late, own)

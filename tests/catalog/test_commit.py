@@ -238,7 +238,7 @@ def test_what_a_generation_left_that_another_one_has_outrun_is_not_restored(cata
     late, other = (Generation(GenerationId(1, nonce * 8), 1, None, 0.0, {}, "here") for nonce in "f1")
     left = SaveId(5, late.id)
     for record in (late, other):
-        catalog.put_generation(record)
+        catalog.generations.put(record)
     assert catalog.visible([left]) == [left], "neither has saved yet"
     saved = [SaveId(step, other.id) for step in (10, 20)]
     assert catalog.visible([left], saves=saved) == saved

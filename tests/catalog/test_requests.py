@@ -339,7 +339,7 @@ def test_records_of_all_generations_are_read_at_once(crowd: Crowd) -> None:
     for number in range(1, NUM + 1):
         make_generation(Catalog(crowd), number)
     crowd.expect("generations/", NUM)
-    Catalog(crowd).check_versions()
+    Catalog(crowd).generations.check_versions()
 
 
 def test_the_parts_of_a_first_commit_are_read_at_once(crowd: Crowd) -> None:

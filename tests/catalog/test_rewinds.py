@@ -38,7 +38,7 @@ ACTIONS = st.lists(
 
 def put_rewind(catalog: Catalog, number: int, to: SaveId | None) -> GenerationId:
     generation = GenerationId(number, f"{number:08x}")
-    catalog.put_generation(Generation(generation, 1, to, 0.0, {}, "here", rewind=True))
+    catalog.generations.put(Generation(generation, 1, to, 0.0, {}, "here", rewind=True))
     return generation
 
 
@@ -108,7 +108,7 @@ def test_a_rewind_without_steps_ends_history_at_once(catalog: Catalog) -> None:
         catalog.resolve(3)
     assert catalog.resolve(str(saves[2])) == saves[2], "by its full name it is found"
     with pytest.raises(Superseded):
-        catalog.check_head(first)
+        catalog.generations.check_head(first)
 
 
 def test_a_snapshot_of_an_abandoned_generation_is_none(catalog: Catalog) -> None:

@@ -170,7 +170,7 @@ def said(store: Store) -> list[object]:
     catalog = Catalog(store)
     visible = catalog.visible()
     layouts = [catalog.layout(digest) for save in visible for digest in catalog.manifest(save).layouts]
-    return [catalog.root(), catalog.records(catalog.saves()), visible, layouts]
+    return [catalog.root(), catalog.generations.records(catalog.saves()), visible, layouts]
 
 
 def test_any_damage_to_one_of_the_two_costs_nothing_and_is_mended(filled: Store) -> None:
@@ -253,7 +253,7 @@ def test_a_newer_copy_beside_a_damaged_document_closes_the_root(filled: Store) -
         replace_object(filled, key, whole[:-9] + b"#" + whole[-8:])
         replace_object(filled, keys.copy_key(key), of_version(whole, 3))
         with pytest.raises(NewerFormat):
-            Catalog(filled).check_versions()
+            Catalog(filled).generations.check_versions()
         replace_object(filled, key, whole)
         replace_object(filled, keys.copy_key(key), whole)
 

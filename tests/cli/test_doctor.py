@@ -86,7 +86,7 @@ def test_slots_of_a_job_and_what_it_survives(ckptlib: Ckptlib, tmp_path: Path) -
         catalog.open_root(Root(ROOT_ID, "xxh3", 60.0))
         generation = GenerationId(1, "0" * 8)
         domains = ("h0", "h0", "h1", "h1", "h2", "h2")
-        catalog.put_generation(Generation(generation, 6, None, 0.0, {}, "here", domains=domains, copies=1))
+        catalog.generations.put(Generation(generation, 6, None, 0.0, {}, "here", domains=domains, copies=1))
     arena = tmp_path / "arena"
     arena.mkdir()
     mine = Slot.create(arena, f"ckptlib-{ROOT_ID[:16]}-{generation}", 1 << 16)

@@ -193,10 +193,10 @@ def test_rewind_while_another_one_goes_back(ckptlib: Ckptlib, monkeypatch: pytes
 
     def go_back(catalog: Catalog) -> None:
         nonlocal was_first
-        was_first = len(catalog.generation_ids()) > 2
+        was_first = len(catalog.generations.ids()) > 2
         (target,), following = (save for save in catalog.saves() if save.step == 4), catalog.next_generation()
         record = Generation(replace(following, number=following.number + 20), 1, target, 0.0, {}, "here", rewind=True)
-        catalog.put_generation(record)
+        catalog.generations.put(record)
 
     codes = set()
     for store in each_moment(run, go_back):

@@ -157,4 +157,4 @@ def test_gc_and_verify_know_accounts(ckptlib: Ckptlib, root: Path) -> None:
     assert ckptlib("verify", root).code == 0
     assert ckptlib("gc", root, "--yes", "--keep-last", "1").code == 0
     assert accounts(root) == before
-    assert len(Catalog(LocalStore(root)).generation_ids()) == 2
+    assert len(Catalog(LocalStore(root)).generations.ids()) == 2

@@ -219,7 +219,7 @@ def test_show_prints_what_ran(ckptlib: Ckptlib, tmp_path: Path) -> None:
         "config": {"lr": 0.1, "layers": {"$tuple": [1, 2]}, "name": "x"},
     }
     generation = GenerationId(1, "0" * 8)
-    catalog.put_generation(Generation(generation, 1, None, 0.0, {}, "here", run=run))
+    catalog.generations.put(Generation(generation, 1, None, 0.0, {}, "here", run=run))
     make_save(catalog, generation, 1, state(1))
     assert ckptlib("show", store.url, "--json").json["generations"][0]["run"] == run
     shown = ckptlib("show", store.url).out

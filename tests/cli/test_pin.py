@@ -23,7 +23,7 @@ def judged(tmp_path: Path) -> LocalStore:
     store = LocalStore(str(tmp_path / "judged"))
     catalog = make_root(store)
     generation = GenerationId(1, "1" * 8)
-    catalog.put_generation(Generation(generation, 1, None, 0.0, {}, "here", best=Best("loss", "min")))
+    catalog.generations.put(Generation(generation, 1, None, 0.0, {}, "here", best=Best("loss", "min")))
     for step, loss in LOSSES.items():
         metrics = {"loss": loss, "acc": loss / 10}
         age(store, 3600)

@@ -117,7 +117,7 @@ def test_a_job_that_may_be_running_is_not_superseded_unasked(ckptlib: Ckptlib, m
     assert files(made.url) == before
     assert ckptlib("rewind", made.url, 3, "--yes").code == 0
     with pytest.raises(Superseded, match="or this job was told to go back while it ran, as by ckptlib rewind"):
-        Catalog(made).check_head(GenerationId(1, f"{1:08x}"))
+        Catalog(made).generations.check_head(GenerationId(1, f"{1:08x}"))
 
 
 def test_a_step_tells_of_a_job_and_so_does_a_record_alone(ckptlib: Ckptlib, made: LocalStore) -> None:
@@ -189,7 +189,7 @@ def test_what_a_dead_job_finishes_later_stays_hidden(ckptlib: Ckptlib, old: Loca
     ckptlib("rewind", old.url, 3)
     catalog = Catalog(old)
     put_parts(catalog, GenerationId(1, f"{1:08x}"), 6, state(6))
-    head = max(catalog.generation_ids())
+    head = max(catalog.generations.ids())
     assert finish_saves(catalog, GenerationId(head.number + 1, "0" * 8)) == []
     assert steps(ckptlib, old) == [1, 2, 3]
 

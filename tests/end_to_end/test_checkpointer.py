@@ -137,7 +137,7 @@ def test_a_second_checkpointer_in_the_same_process(job: Job) -> None:
             assert ckpt.restore().step == expected
             for _ in ckpt.loop(expected, expected + 2):
                 job.body()
-    records = [record for _, record in sorted(catalog(job.root).records([])[0].items())]
+    records = [record for _, record in sorted(catalog(job.root).generations.records([])[0].items())]
     assert [record.id.number for record in records] == [1, 2, 3]
     assert [r.resumed_from and r.resumed_from.step for r in records] == [None, 2, 4]
 
@@ -216,7 +216,7 @@ def test_metrics_and_tags_are_kept(job: Job) -> None:
     (info,) = ckptlib.checkpoints(job.root)
     assert all(info.metrics[name] == metrics[name] for name in ("loss", "tokens", "note", "by head"))
     assert math.isnan(info.metrics["nan"]), "JSON has no word for it"
-    (record,) = catalog(job.root).records([])[0].values()
+    (record,) = catalog(job.root).generations.records([])[0].values()
     assert record.tags == {"git": "abc123", "name": "run seven"}
     assert record.versions["torch"] == torch.__version__
 

@@ -53,7 +53,7 @@ def test_what_follows_is_what_followed_the_first_time(job: Job) -> None:
     assert steps(job.root)[:5] == [1, 2, 3, 4, 5]
     assert steps(job.root)[-1] == TOTAL
     last = catalog(job.root).resolve("latest")
-    record = catalog(job.root).generation(last.generation)
+    record = catalog(job.root).generations.record(last.generation)
     assert (record.rewind, record.resumed_from and record.resumed_from.step) == (True, 5)
     with again(job).checkpointer() as ckpt:
         assert ckpt.restore().save == last
@@ -73,12 +73,12 @@ def test_a_job_that_died_before_it_saved_is_not_undone(job: Job) -> None:
 
 @pytest.mark.parametrize("step", [9, 0, "000000000005-000077-0badcafe"])
 def test_a_step_that_is_not_there_abandons_nothing(job: Job, step: int | str) -> None:
-    before = catalog(job.root).generation_ids()
+    before = catalog(job.root).generations.ids()
     with again(job).checkpointer() as ckpt:
         with pytest.raises(CheckpointNotFound, match=r"holds no (step|save)"):
             ckpt.restore(step=step)
         assert ckpt.restore().step == TOTAL, "it may be asked again"
-    assert catalog(job.root).generation_ids() == before
+    assert catalog(job.root).generations.ids() == before
     assert steps(job.root) == [*range(1, TOTAL + 1)]
 
 
@@ -90,13 +90,13 @@ def test_what_is_no_step_is_refused(job: Job, step: int) -> None:
 
 def test_a_damaged_step_abandons_nothing(job: Job) -> None:
     damage(job.root, "packs/000000000005")
-    before = catalog(job.root).generation_ids()
+    before = catalog(job.root).generations.ids()
     with again(job).checkpointer() as ckpt:
         with pytest.raises(CorruptData, match="step 5 is damaged, so the job does not go back to it, and no step is"):
             ckpt.restore(step=5)
         assert ckpt.restore(step=4).step == 4
     assert steps(job.root) == [1, 2, 3, 4]
-    assert len(catalog(job.root).generation_ids()) == len(before) + 1
+    assert len(catalog(job.root).generations.ids()) == len(before) + 1
 
 
 def test_an_abandoned_step_comes_back_by_its_full_name(job: Job) -> None:
@@ -146,7 +146,7 @@ def test_a_job_that_counts_anew_from_a_loaded_step_goes_on_from_what_is_before_i
     with later.checkpointer() as ckpt:
         ckpt.save(3)
     assert steps(job.root) == [1, 2, 3]
-    record = catalog(job.root).generation(catalog(job.root).resolve("latest").generation)
+    record = catalog(job.root).generations.record(catalog(job.root).resolve("latest").generation)
     assert record.resumed_from is not None
     assert record.resumed_from.step == 2
 

@@ -278,7 +278,7 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
             else max(saves, key=lambda s: (s.generation, s.step), default=None)
         )
         rewinds = draw.random() < 0.3 and origin is not None
-        catalog.put_generation(Generation(generation, 1, origin, 0.0, {}, "here", rewind=rewinds))
+        catalog.generations.put(Generation(generation, 1, origin, 0.0, {}, "here", rewind=rewinds))
         ids.append(generation)
         with_any = draw.random() < 0.8
         for step in sorted(draw.sample(range(1, 12), draw.randint(1, 4))) if with_any else []:
@@ -318,7 +318,7 @@ def copied(root: Path, save: SaveId) -> SaveId:
 def test_every_altered_object_is_found(tmp_path: Path) -> None:
     catalog = make_root(LocalStore(str(tmp_path)))
     generation = GenerationId(1, "0" * 8)
-    catalog.put_generation(Generation(generation, 2, None, 0.0, {}, "here"))
+    catalog.generations.put(Generation(generation, 2, None, 0.0, {}, "here"))
     save = str(make_save(catalog, generation, 1, state(1), world_size=2))
     expected = state(1)
     assert all(np.array_equal(read(tmp_path, save).tensors[name], expected[name]) for name in expected)

@@ -149,7 +149,7 @@ class SmallJob:
         number = len(self.origins) + 1
         self.generation = GenerationId(number, f"{number:08x}")
         record = Generation(self.generation, world_size, resumed_from, self.now, {}, "here")
-        Catalog(self.store).put_generation(record)
+        Catalog(self.store).generations.put(record)
         self.origins[self.generation] = resumed_from
         self.world_size, self.step, self.began = world_size, 0, self.now
         if resumed_from is not None:

@@ -310,7 +310,7 @@ def test_names_in_another_order_are_the_same_import(tmp_path: Path) -> None:
     for name, only in (("a", ["model", "ema"]), ("b", ["ema", "model"]), ("c", {"model", "ema"})):
         ckptlib.convert(tmp_path / "c.pt", tmp_path / name, only=only)
         catalog = Catalog(LocalStore(str(tmp_path / name)))
-        found.add(catalog.generation(catalog.saves()[0].generation).tags[SOURCE])
+        found.add(catalog.generations.record(catalog.saves()[0].generation).tags[SOURCE])
     assert len(found) == 1
 
 

@@ -165,7 +165,7 @@ def test_a_document_that_steps_share_is_read_again_before_its_copy(
     reads: dict[str, Callable[[Catalog], object]] = {
         "ckptlib.json": lambda catalog: catalog.open_root(Root("1" * 32, XXH3, 60.0)),
         "layouts/": lambda catalog: catalog.layout(layout),
-        "generations/": lambda catalog: catalog.generation(save.generation),
+        "generations/": lambda catalog: catalog.generations.record(save.generation),
     }
     for prefix, read in reads.items():
         store.prefix = prefix

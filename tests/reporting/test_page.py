@@ -44,7 +44,7 @@ def test_whatever_a_root_says_is_text(tmp_path: Path) -> None:
     """Its URL, hosts, versions, tags, metrics, names of tensors, what ranks said, why steps were dropped."""
     catalog, saves = run(tmp_path / HOSTILE.replace("/", "|"))
     bad = Generation(GenerationId(2, "0" * 8), 1, saves[0], 1e9, {HOSTILE: HOSTILE}, HOSTILE, {HOSTILE: HOSTILE})
-    catalog.put_generation(bad)
+    catalog.generations.put(bad)
     named = make_save(catalog, bad.id, 4, {f"model/{HOSTILE}": np.zeros(4, np.float32)})
     metrics = {HOSTILE: HOSTILE, "loss": {"$float": HOSTILE}, "deep": [[HOSTILE]]}
     told = {"interval_why": HOSTILE, "restored_from": HOSTILE}
@@ -72,7 +72,7 @@ def test_times_that_are_none(tmp_path: Path, created: float) -> None:
     manifest = replace(catalog.manifest(saves[1]), created=created, nbytes=2**62, nbytes_state=2**62)
     replace_object(catalog.store, saves[1].manifest_key, manifest.encode())
     record = Generation(GenerationId(7, "0" * 8), 10**6, saves[0], created, {}, "h", rewind=True)
-    catalog.put_generation(record)
+    catalog.generations.put(record)
     check_harmless(shown(catalog))
 
 
@@ -123,7 +123,7 @@ def test_roots_of_older_versions(version: str) -> None:
 def test_replicas_in_memory(tmp_path: Path) -> None:
     catalog, saves = run(tmp_path)
     domains = (HOSTILE, HOSTILE, "rack 2")
-    catalog.put_generation(Generation(GenerationId(2, "0" * 8), 3, saves[0], 1e9, {}, "h", {}, domains, 1))
+    catalog.generations.put(Generation(GenerationId(2, "0" * 8), 3, saves[0], 1e9, {}, "h", {}, domains, 1))
     text = check_harmless(shown(catalog)).text
     assert "generation 2: snapshots in memory, 1 replica of each, over 2 failure domains" in text
 

@@ -152,7 +152,7 @@ def test_a_job_records_what_it_is_told_to(tmp_path: Path) -> None:
     def record(root: Path, **options: object) -> object:
         with ckptlib.Checkpointer(root, {"w": torch.zeros(3)}, every=1, **options) as ckpt:  # type: ignore[arg-type]
             ckpt.save(1).wait_committed()
-        (found,) = Catalog(LocalStore(str(root))).records([])[0].values()
+        (found,) = Catalog(LocalStore(str(root))).generations.records([])[0].values()
         return found.run if "tags" not in options else found.tags
 
     assert record(tmp_path / "tags", tags={"hf_token": "0123456789", "name": "a"}) == {"hf_token": HIDDEN, "name": "a"}

@@ -28,7 +28,7 @@ def make_root(root: Path) -> GenerationId:
     catalog = Catalog(LocalStore(str(root)))
     catalog.open_root(Root(ROOT_ID, XXH3, 60.0))
     generation = GenerationId(1, "00000001")
-    catalog.put_generation(Generation(generation, 1, None, 0.0, {}, "here"))
+    catalog.generations.put(Generation(generation, 1, None, 0.0, {}, "here"))
     return generation
 
 

@@ -429,7 +429,7 @@ def test_what_the_disk_has_lost_is_told(direct: Direct) -> None:
 
 def test_a_superseded_job_drains_nothing(direct: Direct) -> None:
     part = direct.saved(1)
-    direct.bucket.put_generation(Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "there"))
+    direct.bucket.generations.put(Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "there"))
     with pytest.raises(Superseded):
         direct.drain.copy(part.save)
     assert not [*direct.bench.root.glob("packs/*/*")]
@@ -438,7 +438,7 @@ def test_a_superseded_job_drains_nothing(direct: Direct) -> None:
 def test_what_the_newest_job_goes_on_from_is_drained(direct: Direct) -> None:
     """It has restored it from the local disk, and may not live to save it again."""
     part = direct.saved(1)
-    direct.bucket.put_generation(Generation(GenerationId(2, "00000002"), 1, part.save, 0.0, {}, "there"))
+    direct.bucket.generations.put(Generation(GenerationId(2, "00000002"), 1, part.save, 0.0, {}, "there"))
     assert direct.drain.copy(part.save) > 0
     assert [*direct.bench.root.glob("packs/*/*")]
 

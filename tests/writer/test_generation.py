@@ -58,7 +58,7 @@ def test_a_record_that_a_writer_put_before_it_died_stands(found: bool) -> None:
     own, origin = GenerationId(2, "00000002"), SaveId(5, GenerationId(1, "00000001"))
     told = Generation(own, 1, None, 0.0, {}, "here")
     if found:
-        catalog.put_generation(replace(told, resumed_from=origin))
+        catalog.generations.put(replace(told, resumed_from=origin))
     before = {key: store.get(key) for key in keys(store)}
     record = GenerationRecord(told, root.id, 6, continues=True, again=True)
     assert record.put(catalog) is None
@@ -111,9 +111,9 @@ def test_whoever_begins_first_goes_on() -> None:
         GenerationRecord(told[of], root.id, 1, continues=False, seen=seen).put(catalog)
 
     begin(old, KnownGenerations(0))
-    catalog.put_generation(told[orphan])
+    catalog.generations.put(told[orphan])
     begin(own, KnownGenerations(1, (orphan,)))
-    catalog.put_generation(told[theirs])
+    catalog.generations.put(told[theirs])
     begin(own, KnownGenerations(2))  # it knew of both
     with pytest.raises(Superseded, match=f"{own} may no longer save: {theirs} has begun since this job"):
         begin(own, KnownGenerations(1, (orphan,)))
@@ -136,7 +136,7 @@ def test_a_record_that_came_late_hides_no_step_of_a_job_that_began_meanwhile(
 
     def before(op: str, key: str) -> None:
         if (op, key) == ("put", own.key):
-            outside.put_generation(replace(told, id=theirs))
+            outside.generations.put(replace(told, id=theirs))
             if saves:
                 make_save(outside, theirs, 5, state(5))
 
@@ -145,7 +145,7 @@ def test_a_record_that_came_late_hides_no_step_of_a_job_that_began_meanwhile(
     with pytest.raises(Superseded, match=f"{theirs} has begun since") if late and saves else nullcontext():
         mine.put(catalog)
     assert mine.is_put == (not (late and saves))
-    assert own in catalog.generation_ids()
+    assert own in catalog.generations.ids()
     assert [save.step for save in catalog.visible()] == ([4, 5] if saves else [4])
 
 
@@ -172,7 +172,7 @@ def test_a_step_of_another_root_is_no_origin(fails: bool) -> None:
             record.put(catalog)
     assert f"restored {foreign}, of another root" in (record.put(catalog) or "")
     assert tries == 0
-    assert catalog.generation(own).resumed_from == there
+    assert catalog.generations.record(own).resumed_from == there
 
 
 def test_a_step_that_only_memory_has_is_an_origin_where_its_generation_has_a_record() -> None:
@@ -184,7 +184,7 @@ def test_a_step_that_only_memory_has_is_an_origin_where_its_generation_has_a_rec
     restored, own = SaveId(5, make_generation(catalog, 4)), GenerationId(5, "00000001")
     record = GenerationRecord(Generation(own, 1, restored, 0.0, {}, "here"), root.id, 6, continues=False)
     assert record.put(catalog) is None
-    assert catalog.generation(own).resumed_from == restored
+    assert catalog.generations.record(own).resumed_from == restored
 
 
 def test_a_job_that_did_not_restore_goes_on_from_the_newest_step_before_its_own() -> None:
@@ -196,7 +196,7 @@ def test_a_job_that_did_not_restore_goes_on_from_the_newest_step_before_its_own(
     record = GenerationRecord(Generation(own, 1, None, 0.0, {}, "here"), catalog.root().id, 5, continues=True)
     told = record.put(catalog) or ""
     assert "holds steps up to 9, but this job saves step 5 without having restored an earlier one: steps 5 and" in told
-    assert catalog.generation(own).resumed_from == SaveId(4, past)
+    assert catalog.generations.record(own).resumed_from == SaveId(4, past)
 
 
 @pytest.mark.parametrize(("rewind", "late"), [(False, True), (False, False), (True, True)])
@@ -205,7 +205,7 @@ def test_steps_that_an_older_job_commits_after_the_restore_are_told(rewind: bool
     catalog = Catalog(MemoryStore())
     root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
     frozen, own = GenerationId(1, "00000001"), GenerationId(2, "00000002")
-    catalog.put_generation(Generation(frozen, 1, None, 0.0, {}, "here"))
+    catalog.generations.put(Generation(frozen, 1, None, 0.0, {}, "here"))
     for step in (5, 6, 7) if late else (5,):
         catalog.store.put(SaveId(step, frozen).manifest_key, b"a step")
     told = Generation(own, 1, SaveId(5, frozen), 0.0, {}, "here", rewind=rewind)

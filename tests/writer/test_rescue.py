@@ -262,7 +262,7 @@ def test_a_job_that_goes_on_from_what_all_held_leaves_behind_what_was_under_way(
     newer = job.begun(16, 0)
 
     def begin() -> None:
-        if len(job.catalog.generation_ids()) == 1:
+        if len(job.catalog.generations.ids()) == 1:
             make_generation(job.catalog, 2, save)
 
     def sleep(seconds: float) -> None:
@@ -545,13 +545,13 @@ def test_a_job_that_begins_while_shares_are_waited_for_ends_the_rescue(
 ) -> None:
     """The writer holds the memory of the slots, which that job has unlinked, until then."""
     monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 300.0)
-    save, ids = job.snapshot(15), set(job.catalog.generation_ids())
+    save, ids = job.snapshot(15), set(job.catalog.generations.ids())
     for slots in job.hosts.values():
         del slots[1]
 
     def sleep(seconds: float) -> None:
         clock.sleep(seconds)
-        if clock.monotonic() > module.SHARES_TIMEOUT_S + 10 and {*job.catalog.generation_ids()} == ids:
+        if clock.monotonic() > module.SHARES_TIMEOUT_S + 10 and {*job.catalog.generations.ids()} == ids:
             make_generation(job.catalog, number=2)
 
     faked = SimpleNamespace(monotonic=clock.monotonic, sleep=sleep)

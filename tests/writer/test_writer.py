@@ -654,7 +654,7 @@ def test_who_asks_for_a_save_of_another_rank_is_told_that_a_newer_job_has_begun(
     with open_store(str(bench.root)) as store:
         if newer:
             begun = GenerationId(bench.generation.number + 1, "0" * 8)
-            Catalog(store).put_generation(Generation(begun, 2, None, 0.0, {}, "here"))
+            Catalog(store).generations.put(Generation(begun, 2, None, 0.0, {}, "here"))
         put_failure(store, save, 0, "gave up")
     writer.watch(save, WAIT_S)
     found = hear(writer, "failed")
