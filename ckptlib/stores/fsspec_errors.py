@@ -12,6 +12,14 @@ _NO_OBJECT = ("Size mismatch", "'size'", "'NoneType' object is not subscriptable
 """What gcsfs says of an answer by success to an upload that tells of no object, or of one of another size."""
 
 
+ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""The errors for an object or a directory that is not there; of a proxy's page, too: see `is_page`."""
+
+
+class NoBucket(Exception):
+    """The bucket or directory of the URL does not exist."""
+
+
 class Page(Exception):
     """What answered by success is a proxy's own page, and no store."""
 

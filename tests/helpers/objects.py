@@ -15,7 +15,7 @@ def objects_of(store: MemoryStore) -> dict[str, tuple[bytes, float]]:
 
 def client_of(store: Store) -> Any:
     """The fsspec file system behind it."""
-    return store._fs  # type: ignore[attr-defined]
+    return store._client.fs  # type: ignore[attr-defined]
 
 
 def wrapped_by(store: Store) -> Store:

@@ -88,7 +88,7 @@ def test_fsspec_looks_no_deeper_than_the_root(monkeypatch: pytest.MonkeyPatch) -
         for key in ("a.pt", "packs/1/a.safetensors", "deep/er/b.pt"):
             made.put(key, b"x")
         for name in ("find", "walk", "glob"):
-            monkeypatch.setattr(made._fs, name, None)
+            monkeypatch.setattr(made._client.fs, name, None)
         assert made.peek(10) == ["a.pt"]
     with FsspecStore("memory://nothing-was-ever-here", {}) as empty:
         assert empty.peek(10) == []

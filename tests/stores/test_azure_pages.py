@@ -8,8 +8,7 @@ import pytest
 from helpers.answering import Handler, Server
 
 from ckptlib.errors import ObjectNotFound, StoreTimeout
-from ckptlib.stores import Store, open_store
-from ckptlib.stores import fsspec as fsspec_store
+from ckptlib.stores import Store, fsspec_client, open_store
 
 ACCOUNT = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5"
 
@@ -33,7 +32,7 @@ class _Router(Handler):
 @pytest.fixture
 def store(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     pytest.importorskip("adlfs")
-    monkeypatch.setattr(fsspec_store, "RETRY_S", 0.2)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", 0.2)
     monkeypatch.setattr("ckptlib.stores.io_limits.RETRY_S", 0.2)
     handler = type("Router", (_Router,), {"code": code})
     with Server(handler) as server:

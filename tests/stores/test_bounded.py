@@ -17,7 +17,7 @@ from helpers.objects import client_of
 from store_conformance import keys
 
 from ckptlib.errors import StoreTimeout
-from ckptlib.stores import fsspec as fsspec_store
+from ckptlib.stores import fsspec_client
 from ckptlib.stores.bounded import in_thread, on_loop
 from ckptlib.stores.fsspec import FsspecStore
 
@@ -31,9 +31,9 @@ PATIENCE_S = 150.0
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_store, "IDLE_S", IDLE_S)
-    monkeypatch.setattr(fsspec_store, "RETRY_S", PATIENCE_S)
-    monkeypatch.setattr(fsspec_store, "SLOWEST_BPS", 1e12)
+    monkeypatch.setattr(fsspec_client, "IDLE_S", IDLE_S)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", PATIENCE_S)
+    monkeypatch.setattr(fsspec_client, "SLOWEST_BPS", 1e12)
 
 
 class Deaf:
@@ -93,7 +93,7 @@ def test_a_call_that_is_not_answered_once_is_made_again(
 
 @pytest.mark.parametrize("op", METHODS)
 def test_a_call_that_is_never_answered_ends(store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", SHORT_RETRY_S)
     deaf = Deaf(float("inf"))
     for method in {METHODS[op], "ls"}:  # each directory is listed where all of them cannot be
         monkeypatch.setattr(client_of(store), method, deaf(getattr(client_of(store), method)))
@@ -119,7 +119,7 @@ def test_what_is_too_much_for_one_listing_is_listed_by_directories(
     store: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of some hundred thousand objects a listing takes minutes: no sweep would come to its end."""
-    monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", SHORT_RETRY_S)
     store.put("a/c/d", b"5")
     deaf = Deaf(float("inf"))
     monkeypatch.setattr(client_of(store), "find", deaf(client_of(store).find))
@@ -135,7 +135,7 @@ def test_what_is_too_much_for_one_listing_is_listed_by_directories(
 
 def test_nobody_is_asked_for_a_listing_who_was_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take minutes; a name that is not known is told by the client as late."""
-    monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", SHORT_RETRY_S)
     asked = {name: Deaf(float("inf")) for name in ("cat_file", "find", "ls")}
     with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
         for name, deaf in asked.items():
@@ -162,7 +162,7 @@ def test_before_a_listing_the_bucket_is_not_asked_for(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("op", ["put", "get_into"])
 def test_nothing_is_asked_after_the_deadline(store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_store, "RETRY_S", 1e9)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", 1e9)
     deaf = Deaf(float("inf"))
     monkeypatch.setattr(client_of(store), METHODS[op], deaf(getattr(client_of(store), METHODS[op])))
     others = {*threading.enumerate()}
@@ -181,7 +181,7 @@ def test_what_may_take_longer_than_it_is_tried_again_is_tried_twice(
     store: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the put of a whole pack may, and the read of a document, whose size nobody knows beforehand."""
-    monkeypatch.setattr(fsspec_store, "RETRY_S", IDLE_S / 10)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", IDLE_S / 10)
     deaf = Deaf(float("inf"))
     monkeypatch.setattr(client_of(store), "pipe_file", deaf(client_of(store).pipe_file))
     others = {*threading.enumerate()}
@@ -211,7 +211,7 @@ def test_what_can_be_interrupted_is(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     fsspec.register_implementation("slow", Slow, clobber=True)
-    monkeypatch.setattr(fsspec_store, "RETRY_S", SHORT_RETRY_S)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", SHORT_RETRY_S)
 
     def interrupted_again() -> bool:
         before = Slow.cancelled
@@ -241,7 +241,7 @@ def test_objects_are_deleted_beside_one_another(monkeypatch: pytest.MonkeyPatch)
     import fsspec
 
     fsspec.register_implementation("paired", Paired, clobber=True)
-    monkeypatch.setattr(fsspec_store, "IDLE_S", PATIENCE_S)
+    monkeypatch.setattr(fsspec_client, "IDLE_S", PATIENCE_S)
     with FsspecStore(f"paired://{uuid.uuid4().hex}", {}) as store:
         there = client_of(store).store
         names = ["a/1", "a/2", "b"]

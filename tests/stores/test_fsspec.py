@@ -26,8 +26,7 @@ from helpers.servers import ObjectStorage
 from store_conformance import StoreConformance, keys
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
-from ckptlib.stores import LateHead, Store, open_store
-from ckptlib.stores import fsspec as fsspec_store
+from ckptlib.stores import LateHead, Store, fsspec_client, fsspec_listing, open_store
 from ckptlib.stores.fsspec import FsspecStore
 
 
@@ -227,7 +226,7 @@ def test_a_time_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")  # where a time without a zone, which is UTC, would be another
     time.tzset()
     try:
-        assert {fsspec_store._modified(info) for info in forms} == {instant.timestamp()}
+        assert {fsspec_listing._modified(info) for info in forms} == {instant.timestamp()}
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -250,7 +249,7 @@ def test_calls_over_one_connection_are_one_at_a_time(tmp_path: Path, monkeypatch
 
         monkeypatch.setattr(LocalFileSystem, name, call)
 
-    monkeypatch.setattr(fsspec_store, "_ONE_CONNECTION", ("local",))
+    monkeypatch.setattr(fsspec_client, "_ONE_CONNECTION", ("local",))
     store = FsspecStore(f"local://{tmp_path}", {})
     store.put("a/0", b"0")
     for name in ("pipe_file", "cat_file", "ls"):
@@ -262,7 +261,7 @@ def test_calls_over_one_connection_are_one_at_a_time(tmp_path: Path, monkeypatch
 
 
 def test_who_waits_for_another_call_waits_until_his_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_store, "_ONE_CONNECTION", ("local",))
+    monkeypatch.setattr(fsspec_client, "_ONE_CONNECTION", ("local",))
     store, begun, go = FsspecStore(f"local://{tmp_path}", {}), threading.Event(), threading.Event()
     monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *asked, **options: begun.set() or (go.wait(150) and b"1"))
     with ThreadPoolExecutor(1) as threads:
@@ -317,7 +316,7 @@ def test_web_pages_that_list_files_are_no_store() -> None:
 def test_what_has_no_time_is_new() -> None:
     """What a sweep takes for old, it deletes."""
     before = time.time()
-    assert before <= fsspec_store._modified({"name": "bucket/a", "mtime": None}) <= time.time()
+    assert before <= fsspec_listing._modified({"name": "bucket/a", "mtime": None}) <= time.time()
 
 
 def test_a_directory_that_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +391,7 @@ def test_an_object_that_may_not_be_read_is_told_from_a_store_in_trouble(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(fsspec_store, "RETRY_S", 0.0)
+    monkeypatch.setattr(fsspec_client, "RETRY_S", 0.0)
     with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
         store.put("a", b"data")
         monkeypatch.setattr(client_of(store), "cat_file", fail)
