@@ -38,7 +38,7 @@ from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.jobs import JobFutures
 from ckptlib.policy.tier import directory_of
-from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
+from ckptlib.recovery.leftovers import ORPHANS_TIMEOUT_S
 from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.staging.arena import searched
 from ckptlib.staging.other_slots import OtherSlots

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import NoRoom
 from ckptlib.loading.report import LoadReport
-from ckptlib.recovery.restore import Marks
+from ckptlib.recovery.filling import Marks
 from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session

@@ -71,7 +71,8 @@ class Resumption:
         """See `Checkpointer.restore`. `has_saved`: whether `save` has taken a step."""
         self._check_first(has_saved)
         session, rank = self._session, self._session.group.rank
-        report, self._generators, marks, safer = restore(session, self._state, strict, device, step, scope)
+        filled, safer = restore(session, self._state, strict, device, step, scope)
+        report, self._generators, marks = filled
         session.writer.wake()
         if report.save is None and self._begin is not None:
             report = self._begin(self._state, strict, device)

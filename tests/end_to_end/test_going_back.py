@@ -19,7 +19,7 @@ from ckptlib.checkpoint import load_step
 from ckptlib.cli import app as cli
 from ckptlib.errors import CheckpointNotFound, CorruptData, SaveFailed, StateError
 from ckptlib.policy.keep import Keep
-from ckptlib.recovery import restore
+from ckptlib.recovery import filling
 from ckptlib.recovery.local_step import LOOKED_AT
 
 TOTAL = 8
@@ -119,7 +119,7 @@ def test_a_step_that_retention_drops_while_it_is_loaded_is_not_gone_back_to(
         sweep(catalog(job.root), Keep(last=1), None)
         return found
 
-    monkeypatch.setattr(restore, "load_step", load)
+    monkeypatch.setattr(filling, "load_step", load)
     with again(job).checkpointer() as ckpt:
         with pytest.raises(CheckpointNotFound, match="retention has dropped it meanwhile"):
             ckpt.restore(step=5)

@@ -21,7 +21,8 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CheckpointNotFound, NoRoom, SaveFailed
 from ckptlib.events import Begun, Event
-from ckptlib.recovery import candidates, restore
+from ckptlib.recovery import candidates
+from ckptlib.recovery.filling import Filling
 from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
 
@@ -234,7 +235,7 @@ def test_a_step_that_is_dropped_as_it_is_read_is_no_reason_for_an_old_one(
     """A job that still runs saves, and drops what it does not keep, between the listing and the read of another one.
     Where it does so each time, the other one says so."""
     job = Job(tmp_path / "root")
-    read, saved = restore._load_from_store, [*range(1, 4)]
+    read, saved = Filling._from_store, [*range(1, 4)]
     with suppress(KeyboardInterrupt), job.checkpointer(every=1) as live:
         for step in saved:
             job.body()
@@ -247,7 +248,7 @@ def test_a_step_that_is_dropped_as_it_is_read_is_no_reason_for_an_old_one(
                 sweep(catalog(job.root), ckptlib.Keep(last=1, every=None if fast else 2), None)
             return read(*given)
 
-        monkeypatch.setattr(restore, "_load_from_store", read_late)
+        monkeypatch.setattr(Filling, "_from_store", read_late)
         monkeypatch.setattr(candidates, "MAX_LISTINGS", 1)
         with Job(job.root, seed=9).checkpointer() as ckpt:
             if fast:

@@ -34,8 +34,9 @@ from ckptlib.format.keys import SaveId
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import Group
 from ckptlib.recovery.candidates import Untried
+from ckptlib.recovery.filling import _closed_together
+from ckptlib.recovery.leftovers import await_writers
 from ckptlib.recovery.memory_source import InMemory
-from ckptlib.recovery.restore import _await_orphans, _closed_together
 from ckptlib.saving.session import Session
 from ckptlib.slots import files
 from ckptlib.slots.header import SlotHeader
@@ -247,7 +248,7 @@ def test_no_rank_times_out_while_another_waits_for_writers_of_the_job_before() -
 
         others = SimpleNamespace(under_way=under_way)
         session = SimpleNamespace(group=group, snapshots=SimpleNamespace(arena=SimpleNamespace(others=others)))
-        _await_orphans(cast(Session, session), None)
+        await_writers(cast(Session, session), None)
 
     run_ranks(2, on_rank)
 

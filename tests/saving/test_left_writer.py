@@ -19,7 +19,7 @@ from workers import crash_jobs, crash_oracle, left_jobs
 
 import ckptlib
 from ckptlib.errors import Superseded
-from ckptlib.recovery import restore
+from ckptlib.recovery import filling, leftovers
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.slots import slot as slots
 from ckptlib.slots.writer_lock import SUFFIX
@@ -142,7 +142,7 @@ def waiting(left: Left) -> Iterator[list[str]]:
         told.append("waits")
         os.kill(left.writer, signal.SIGCONT)
 
-    logger, handler = logging.getLogger(restore.__name__), left.on_wait(go_on)
+    logger, handler = logging.getLogger(leftovers.__name__), left.on_wait(go_on)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -205,7 +205,7 @@ def test_a_step_whose_memory_is_given_back_meanwhile_is_waited_for(
         until(lambda: not alive(other))
         return InMemory(*args)
 
-    monkeypatch.setattr(restore, "InMemory", open_late)
+    monkeypatch.setattr(filling, "InMemory", open_late)
     state = crash_jobs.State(crash_jobs.NUMEL)
     options: dict[str, Any] = {"every": 10**6, "peers": ckptlib.Peers(copies=0), **local}
     with ckptlib.Checkpointer(left.root, state.mapping, **options) as ckpt:
@@ -220,7 +220,7 @@ def test_the_wait_ends_and_says_whom_it_was_for(
 ) -> None:
     left.die_at(1)
     (lock,) = left.locks()
-    monkeypatch.setattr(restore, "ORPHANS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(leftovers, "ORPHANS_TIMEOUT_S", 0.2)
     state = crash_jobs.State(crash_jobs.NUMEL)
     with ckptlib.Checkpointer(left.root, state.mapping, every=10**6) as ckpt:
         assert ckpt.restore().step == 0

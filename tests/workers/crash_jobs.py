@@ -30,7 +30,7 @@ from helpers.registry import close_sessions
 from workers import crash_oracle
 
 import ckptlib
-from ckptlib.recovery import restore as restore_module
+from ckptlib.recovery import leftovers
 
 WAIT_S = 150.0
 POLL_S = 0.01
@@ -230,7 +230,7 @@ def holds(step: crash_oracle.Step, numel: int) -> bool:
 def checkpointer(
     url: str, state: State, orphans_timeout_s: float = WAIT_S, **kwargs: Any
 ) -> Iterator[ckptlib.Checkpointer]:
-    restore_module.ORPHANS_TIMEOUT_S = orphans_timeout_s
+    leftovers.ORPHANS_TIMEOUT_S = orphans_timeout_s
     if "local" in kwargs and dist.is_initialized():  # a host of its own for each rank
         kwargs["local"] = kwargs["local"].replace("{rank}", str(dist.get_rank()))
     seconds = {
