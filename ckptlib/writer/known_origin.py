@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptlib.errors import FormatError
 from ckptlib.format.keys import PartName, SaveId, parse_part_key, parse_save
 from ckptlib.format.manifest import Manifest
+from ckptlib.libc import memory_file
 from ckptlib.writer.channel import Message
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Lent:
     trainer waits for no reader, as it would at a full socket."""
 
     def __init__(self, known: KnownOrigin) -> None:
-        self._fd = os.memfd_create("ckptlib-known")
+        self._fd = memory_file("ckptlib-known")
         try:
             with open(self._fd, "wb", closefd=False) as file:
                 file.write(json.dumps(known.to_message()).encode())

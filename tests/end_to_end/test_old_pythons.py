@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 from helpers.writers import until
 from launch import fork_ranks, forked
-from places import WORKERS
+from places import ROOT, WORKERS
 from workers.old_python import TOTAL
 
 import ckptlib
@@ -31,11 +32,19 @@ def test_a_job_of_an_old_python_is_killed_and_goes_on(tmp_path: Path) -> None:
         assert checkpoint.get_tensor("w").unique().tolist() == [2.0 * TOTAL]
 
 
+def test_what_old_pythons_lack_is_asked_of_one_module() -> None:
+    lacking = re.compile(
+        r"\bos\.(memfd_create|RWF_\w+|MFD_\w+|pidfd_open|copy_file_range|eventfd\w*|getrandom|splice)\b"
+    )
+    found = {path.name for path in (ROOT / "ckptlib").rglob("*.py") if lacking.search(path.read_text())}
+    assert found == {"libc.py", "trainer.py"}
+
+
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 def test_the_c_library_gives_what_python_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
     if old:
-        monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.delattr(os, "RWF_NOWAIT")
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+        monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
     fd = libc.memory_file("mine")
     try:
         assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:mine")

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptlib.libc import memory_file
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots.slot import Mapped
+from ckptlib.staging import pieces
 from ckptlib.staging.pieces import GATHER_BELOW_BYTES, MOST_AT_ONCE, Pieces, Scratch
 from ckptlib.staging.windows import SAMPLE_BYTES, Windows
 
@@ -38,7 +40,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     if request.param == "no file":
         yield Target(-1)
         return
-    fd = os.memfd_create("target")
+    fd = memory_file("target")
     os.truncate(fd, NBYTES)
     yield Target(fd)
     os.close(fd)
@@ -80,7 +82,7 @@ def test_one_behind_the_other(target: Target, sizes: list[int]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 4, 130, 4095, 4096, 9000]), st.sampled_from([0, 0, 0, 1, 64]))))
 def test_each_at_its_offset(wanted: list[tuple[int, int]]) -> None:
-    fd = os.memfd_create("target")
+    fd = memory_file("target")
     os.truncate(fd, NBYTES)
     target, offsets, end = Target(fd), list[int](), 0
     for size, gap in wanted:
@@ -110,7 +112,7 @@ def test_scratch_grows_and_lets_go(monkeypatch: pytest.MonkeyPatch, has_files: b
         raise OSError("none here")
 
     if not has_files:
-        monkeypatch.setattr(os, "memfd_create", refuse)
+        monkeypatch.setattr(pieces, "memory_file", refuse)
     before, scratch = len(os.listdir("/proc/self/fd")), Scratch()
     for sizes in ([], [3, 4], [100] * 500, [5]):
         sources = sources_of(sizes)

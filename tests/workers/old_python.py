@@ -29,7 +29,9 @@ def main(directory: str, what: str) -> None:
     rank, weights = dist.get_rank(), torch.zeros(1 << 18)
     peers = ckptlib.Peers(copies=1, every=1, domain=str(rank))
     state = {"w": weights, "many": {str(n): torch.zeros(5) for n in range(100)}}
-    with ckptlib.Checkpointer(f"{directory}/root", state, every=2, peers=peers) as ckpt:
+    arena = f"{directory}/{what}"  # of its own, so that what was killed is read from the store
+    os.makedirs(arena, exist_ok=True)
+    with ckptlib.Checkpointer(f"{directory}/root", state, every=2, peers=peers, arena=arena) as ckpt:
         restored = ckpt.restore()
         print(f"rank {rank}: restored {restored.step}, weights {weights.unique().tolist()}", flush=True)
         for step in range(restored.step + 1, restored.step + TOTAL + 1):
