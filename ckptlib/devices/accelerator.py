@@ -103,7 +103,10 @@ def work_so_far(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
 
 def capturing(device: torch.device) -> bool:
     """Returns whether the current stream's work is recorded into a graph, not executed."""
-    module = torch.get_device_module(device)
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # a kind that has none, such as meta
+        return False
     found = getattr(module, "is_current_stream_capturing", None)
     return found is not None and is_initialized(module) and bool(found())
 

@@ -42,6 +42,8 @@ class Row(NamedTuple):
     """How it is held."""
     is_owned: bool
     """Whether an optimizer owns it."""
+    is_frozen: bool
+    """See `Leaf.frozen`."""
     digest: str
     """Digest of a plain tensor's values, or `OWN`."""
     box: tuple[Sequence[int], Sequence[int]] | None
@@ -82,6 +84,9 @@ class Agreement:
     all."""
     overlaps: tuple[Overlap, ...] = ()
     """The shared boxes of tensors cut by hand that this rank holds; every holder has them in this order."""
+    unevenly_owned: frozenset[str] = frozenset()
+    """The tensors that an optimizer owns on some ranks only, as where each rank steps its own share of them, or that
+    are frozen on some only."""
 
 
 def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> dict[str, Row]:
@@ -127,7 +132,8 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
         if isinstance(holding, Placed) and have != holding.mesh.ranks and {*have} != {*holding.mesh.ranks}:
             holders[name] = frozenset(have)
     shared = _compare_overlaps(leaves, found, group)
-    return Agreement(holdings, holders, aliases, _written(leaves, shared, group.rank), shared)
+    unevenly = {name for name in holdings if len({(row.is_owned, row.is_frozen) for row, _ in found[name]}) > 1}
+    return Agreement(holdings, holders, aliases, _written(leaves, shared, group.rank), shared, frozenset(unevenly))
 
 
 def encode_rows(rows: Mapping[str, Row]) -> bytes:
@@ -279,7 +285,7 @@ def _row(leaf: Leaf, group: Group, digest: str) -> Row:
     if isinstance(leaf.held, ByHand) and leaf.pieces:
         box = leaf.pieces[0][0].offset, leaf.pieces[0][0].shape
     shape = () if how == "per-rank" else leaf.shape
-    return Row(leaf.dtype, shape, how, leaf.owner is not None, digest, box, leaf.tied)
+    return Row(leaf.dtype, shape, how, leaf.owner is not None, leaf.frozen, digest, box, leaf.tied)
 
 
 @lru_cache(maxsize=64)  # its text lists all ranks of a mesh, and many tensors are held alike
@@ -336,6 +342,8 @@ def _check(name: str, said: Said) -> None:
     alone = ""
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
         what = f"is not the same tensor on ranks {[*_ranks(said)[:8]]}: " + "; ".join(map(str, sorted(kinds)[:3]))
+        if _alike(said) is not None:
+            what += f", alike but for the ranks, with different values. If it should be the same there, {DIVERGED}"
     elif len(digests) > 1 and owned:
         what = (
             f"is owned by an optimizer and differs between ranks {_differing(said)}, though nothing shards it. If "

@@ -248,11 +248,15 @@ class Planner:
         return known.digests
 
     def _replica(self, shared: Shared, leaves: list[Leaf], late: Late) -> Replica:
+        assert self._agreement is not None
         leaf = leaves[shared.leaf]
-        if leaf.owner is not None:
-            is_late, way = late[id(leaf.owner), leaf.frozen], Way.SAMPLED
+        is_late = leaf.owner is not None and late[id(leaf.owner), leaf.frozen]
+        if leaf.name in self._agreement.unevenly_owned:  # ranks that read different bytes would seem to differ
+            way = Way.WHOLE
+        elif leaf.owner is not None:
+            way = Way.SAMPLED
         else:
-            is_late, way = False, Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
+            way = Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
         return Replica(shared.ranks, leaf.name, shared.tensor(leaves), is_late, way)
 
     def note_moved(self, names: frozenset[str]) -> None:

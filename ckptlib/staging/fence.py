@@ -180,5 +180,5 @@ DRAIN_TIMEOUT_S = 600.0
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether the optimizer's step is recorded into a graph, not executed."""
-    devices = (accelerator.device_of(p) for group in optimizer.param_groups for p in group["params"][:1])
-    return any(accelerator.capturing(device) for device in devices if device is not None)
+    devices = {p.device for group in optimizer.param_groups for p in group["params"][:1]}  # ShardedTensor has no is_cpu
+    return any(map(accelerator.capturing, devices))

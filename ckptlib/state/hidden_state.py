@@ -2,7 +2,7 @@
 beside its entries.
 
 Wrappers such as Lookahead keep another optimizer, whose moments are its own. Others add to what `state_dict()` returns,
-or return their values times a scale that is kept elsewhere.
+or return their values times a scale that is kept elsewhere, or make a `state` whenever they are asked.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def refuse_hidden(optimizer: torch.optim.Optimizer, path: str, known: Collection
 
     `state_dict()` is called only if it is not torch's own.
     """
+    if optimizer.state is not optimizer.state:
+        raise UnsupportedState(
+            f"{path}: this {type(optimizer).__name__} makes its state anew whenever it is asked, as of several "
+            "optimizers, so what a load fills would be lost; put those that it is made of into the state, in its place"
+        )
     saved = [optimizer]
     for attribute, inner in _optimizers_in(optimizer):
         saved.append(inner)

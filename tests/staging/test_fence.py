@@ -180,7 +180,6 @@ def test_a_step_that_is_captured_earns_nothing_from_then_on(monkeypatch: pytest.
     assert fence.fired(optimizer)
     fence.guard(pending)
     with monkeypatch.context() as patch:
-        patch.setattr(accelerator, "device_of", lambda tensor: tensor.device)
         patch.setattr(accelerator, "capturing", lambda device: True)
         step_with_gradients(optimizer)
     assert (pending.waited, pending.landed) == (0, True)
@@ -188,6 +187,36 @@ def test_a_step_that_is_captured_earns_nothing_from_then_on(monkeypatch: pytest.
     fence.forget()
     step_with_gradients(optimizer)
     assert not fence.fired(optimizer)
+
+
+class TellsItsDeviceAlone(torch.Tensor):
+    """As torch's ShardedTensor, which raises for nearly all that is asked of it. torchrec's optimizers have such."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func != torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            raise RuntimeError(f"{func} is not supported")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_optimizers_of_tensors_that_tell_little_take_their_steps() -> None:
+    fence, optimizer = Fence(), make_optimizer()
+    fence.install([])
+    with torch._C.DisableTorchFunctionSubclass():
+        optimizer.param_groups[0]["params"] = [torch.ones(2).as_subclass(TellsItsDeviceAlone)]
+    optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0]["params"].clear())
+    optimizer.step()
+    assert fence.fired(optimizer)
+
+
+def test_optimizers_of_tensors_without_memory_take_their_steps() -> None:
+    fence = Fence()
+    fence.install([])
+    weights = torch.ones(3, device="meta", requires_grad=True)
+    weights.grad = torch.ones(3, device="meta")
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    optimizer.step()
+    assert fence.fired(optimizer)
 
 
 def test_drained_before_a_capture(tmp_path: Path) -> None:

@@ -52,6 +52,26 @@ class Several(optim.Optimizer):
             one.step()
 
 
+class Combined(optim.Optimizer):
+    """As torchrec's CombinedOptimizer: all that it has is made of what is in those others, whenever it is asked."""
+
+    def __init__(self, inner: list[optim.Optimizer]) -> None:
+        self.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}, defaults={})
+        self.inner = [(str(i), one) for i, one in enumerate(inner)]
+
+    @property
+    def state(self) -> Any:
+        return {param: kept for _, one in self.inner for param, kept in one.state.items()}
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for _, one in self.inner for group in one.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _, one in self.inner:
+            one.step()
+
+
 class Counting(optim.AdamW):
     """Adds what it counts to what `state_dict()` gives."""
 
@@ -140,6 +160,10 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
     "inside": (lambda p: Lookahead(optim.AdamW(p)), "Lookahead has a AdamW in its attribute 'inner'"),
     "several": (lambda p: Several([optim.AdamW(p[:1]), optim.SGD(p[1:])]), "Several has a AdamW in its attribute"),
+    "made anew": (
+        lambda p: Combined([optim.AdamW(p[:1]), optim.AdamW(p[1:])]),
+        "Combined makes its state anew whenever it is asked, .*; put those that it is made of into the state",
+    ),
     "added": (Counting, "of this Counting also gives 'count'"),
     "by a hook": (hooked, "of this AdamW also gives 'count'"),
 }

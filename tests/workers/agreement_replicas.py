@@ -139,7 +139,7 @@ def meshes_that_hold_the_same(url: Path) -> None:
     assert torch.equal(state["w"].to_local(), expected)
     if rank() == 2:
         state["w"].to_local()[50, 50] += 1
-    with pytest.raises(UnsupportedState, match=r"w is not the same tensor on ranks \[0, 1, 2\]"):
+    with pytest.raises(UnsupportedState, match=r"w is not the same .* with different values\. .* ranks have diverged"):
         ckptlib.save(url, state, 2)
     assert committed(url) == [1]
 

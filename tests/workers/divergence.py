@@ -194,6 +194,27 @@ def parameters(url: Path) -> None:
     assert check_all(url, {"model": model}, seen) == [1, 2, 3]
 
 
+def parameters_that_one_rank_alone_steps(url: Path) -> None:
+    """As ZeRO-1 by hand, or the optimizer within a ZeroRedundancyOptimizer: nothing differs, and each step is kept."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 2))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    params = [*model.parameters()]
+    optim = torch.optim.AdamW([param for i, param in enumerate(params) if i % 2 == rank()])
+
+    def body(step: int) -> None:
+        for param in params:
+            param.grad = torch.full_like(param, step % 5 - 1.5)
+        optim.step()
+        for i, param in enumerate(params):
+            dist.broadcast(param.data, i % 2)
+
+    with warnings_of_ckptlib() as warned:
+        seen = train(url, {"model": model, "optim": optim}, range(8), body)
+    assert check_all(url, {"model": model}, seen) == [*range(1, 9)]
+    assert not warned, warned
+
+
 def parameters_at_the_end(url: Path) -> None:
     """Too late for three failures in a row: the last save is the only one that finds out, and is no success."""
     model = nn.Linear(300, 300)
@@ -285,6 +306,7 @@ CASES = [
     moving_average,
     functions,
     parameters,
+    parameters_that_one_rank_alone_steps,
     parameters_at_the_end,
     hybrid_shards,
     killed_before_the_verdict,
