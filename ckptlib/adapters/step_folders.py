@@ -32,7 +32,7 @@ from pathlib import Path
 
 from ckptlib.adapters import directory_lock
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
 from ckptlib.format.keys import SaveId, parse_save

@@ -13,7 +13,7 @@ from ckptlib._version import __version__
 from ckptlib.catalog import clock
 from ckptlib.catalog.accounts import is_rewind
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.unreadable import UNREADABLE

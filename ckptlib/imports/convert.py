@@ -196,7 +196,7 @@ def _finish(settings: Settings, flat: Flat, left: Unfinished) -> bool:
         catalog = Catalog(store)
         committer = Committer(catalog)
         try:
-            _compare(catalog, committer.manifest_of(left.save, left.names), flat)
+            _compare(catalog, committer.prover.manifest_of(left.save, left.names), flat)
         except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
             log.warning("step %d, which a killed import left, is written again: %s", left.save.step, error)
             return False

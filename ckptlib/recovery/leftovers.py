@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.session import Session

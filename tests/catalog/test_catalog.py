@@ -16,7 +16,7 @@ from support import (
 )
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,

@@ -18,7 +18,6 @@ from support import (
     layout_of,
     make_generation,
     make_root,
-    make_save,
     put_part,
     put_parts,
     read_save,
@@ -29,7 +28,8 @@ from support import (
 
 from ckptlib.catalog import commit
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.errors import (
     CorruptData,
     FormatError,
@@ -40,7 +40,6 @@ from ckptlib.errors import (
     StoreFull,
     Superseded,
 )
-from ckptlib.format import keys
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.manifest import Generation, TrashRecord
@@ -182,12 +181,12 @@ def test_of_two_whole_snapshots_of_one_step_the_newest_counts(newest_first: bool
 def test_the_size_of_a_step_is_known_where_the_names_of_parts_do_not_tell_it(store: Store, catalog: Catalog) -> None:
     """As those do not that an earlier version has put."""
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
-    size = Committer(catalog).manifest_of(save, names).nbytes
+    size = Committer(catalog).prover.manifest_of(save, names).nbytes
     early = [replace(name, uses=None, nbytes=None) for name in names]
     for name, renamed in zip(names, early, strict=True):
         store.put(renamed.key, store.get(name.key))
     for found in (early, [names[0], early[1]]):
-        assert Committer(Catalog(store)).manifest_of(save, found).nbytes == size > 0
+        assert Committer(Catalog(store)).prover.manifest_of(save, found).nbytes == size > 0
 
 
 def test_whoever_commits_puts_the_same(store: Store, catalog: Catalog) -> None:
@@ -436,88 +435,3 @@ def test_a_name_that_tells_of_another_check_is_another_part(catalog: Catalog) ->
     catalog.store.put(renamed.key, catalog.store.get(names[1].key))
     with pytest.raises(FormatError, match="content and name tell of different parts"):
         catalog.part(renamed)
-
-
-# -- finish
-
-
-def test_finish_commits_what_a_dead_generation_had_persisted_whole_and_nothing_else(
-    store: Store, catalog: Catalog
-) -> None:
-    dead = make_generation(catalog, 1)
-    before = make_save(catalog, dead, 10, state(10), 2)
-    whole, _ = put_parts(catalog, dead, 20, state(20), 2)
-    _, torn = put_parts(catalog, dead, 30, state(30), 2)
-    store.delete(torn[1].key)
-    _, headless = put_parts(catalog, dead, 40, state(40), 2)
-    store.delete(headless[0].key)
-    for damaged_rank in range(2):
-        _, damaged = put_parts(catalog, dead, 50 + damaged_rank, state(50 + damaged_rank), 2)
-        replace_object(store, damaged[damaged_rank].key, store.get(damaged[damaged_rank].key)[:-1])
-    failed, document = FailedPart(SaveId(60, dead), 1, "f" * 8, "no space").encode()
-    put_part(catalog, failed.save, 0, layout_of(state(60), 2), state(60))
-    store.put(failed.key, document)
-
-    fresh = Catalog(store)
-    assert finish_saves(fresh, dead) == [], "one's own saves are not finished"
-    assert finish_saves(fresh, fresh.next_generation()) == [whole]
-    assert fresh.saves() == [before, whole]
-    assert np.array_equal(read_save(store, whole)["w"], state(20)["w"])
-    assert finish_saves(fresh, fresh.next_generation()) == []
-
-
-def test_finish_commits_all_that_a_job_may_go_on_from(store: Store, catalog: Catalog) -> None:
-    """The second job could not read step 30, went on from step 10, and died before its first commit."""
-    first = make_generation(catalog, 1)
-    origin = make_save(catalog, first, 10, state(10))
-    make_save(catalog, first, 30, state(30))
-    before, _ = put_parts(catalog, first, 5, state(5))
-    second = make_generation(catalog, 2, origin)
-    whole, _ = put_parts(catalog, second, 15, state(15))
-    assert finish_saves(Catalog(store), catalog.next_generation(), to_go_on=True) == [whole]
-    assert Catalog(store).resolve("latest") == whole
-    third = make_generation(catalog, 3, whole)
-    newer, _ = put_parts(catalog, third, 15, state(16))
-    assert finish_saves(Catalog(store), catalog.next_generation(), to_go_on=True) == [newer]
-    assert before not in Catalog(store).saves(), "a job goes on from the newest step"
-
-
-def test_finish_leaves_alone_what_was_superseded(catalog: Catalog, caplog: pytest.LogCaptureFixture) -> None:
-    """Its step would lie behind the head of history, or before a generation that went another way."""
-    put_parts(catalog, make_generation(catalog, 1), 20, state(20))
-    make_generation(catalog, 2)
-    assert finish_saves(catalog, catalog.next_generation()) == []
-    assert not caplog.text, "there is no second job that is to be stopped"
-
-
-def test_finish_leaves_alone_what_began_in_another_root(store: Store, catalog: Catalog) -> None:
-    """A writer that was left alone has put its parts where somebody has made a new root meanwhile."""
-    generation = make_generation(catalog, 1)
-    put_parts(catalog, generation, 20, state(20))
-    store.delete(generation.key, keys.copy_key(generation.key))
-    assert finish_saves(catalog, GenerationId(2, "0" * 8)) == []
-    assert catalog.saves() == []
-
-
-def test_what_somebody_gave_up_is_never_finished(store: Store, catalog: Catalog) -> None:
-    """Though all parts are there: it was reported as failed."""
-    generation = make_generation(catalog)
-    save, _ = put_parts(catalog, generation, 10, state(10))
-    name, document = FailedPart(save, 0, "f" * 8, "the deadline passed").encode()
-    store.put(name.key, document)
-    assert finish_saves(catalog, GenerationId(2, "0" * 8)) == []
-    assert catalog.saves() == []
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_lacks_a_pack_is_never_finished(store: Store, catalog: Catalog, cut: bool) -> None:
-    """Its machine slept as it put its part, and sweeps had deleted its packs by then: nobody could load the step."""
-    save, _ = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
-    packs = [entry.key for entry in store.scan(save.packs_prefix)]
-    assert len(packs) == 2
-    data = store.get(packs[1])
-    store.delete(packs[1])
-    if cut:
-        store.put(packs[1], data[:-1])
-    assert finish_saves(catalog, GenerationId(2, "0" * 8)) == []
-    assert catalog.saves() == []

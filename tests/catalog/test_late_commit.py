@@ -146,7 +146,7 @@ def test_a_step_whose_answer_was_lost_as_the_machine_slept_is_one_where_it_came_
     def before(op: str, key: str) -> None:
         if op == "put" and key == save.id.manifest_key:
             writer.store.before = lambda op, key: None
-            document = writer.committer.manifest_of(save.id, names).encode()
+            document = writer.committer.prover.manifest_of(save.id, names).encode()
             if not in_time:
                 sleeps()
             job.store.put(key, document)

@@ -18,7 +18,8 @@ import ckptlib
 from benchmarks.counting import CountingStore, Requests
 from ckptlib.catalog import commit, retention
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each, in_order, warm
 from ckptlib.catalog.retention import sweep

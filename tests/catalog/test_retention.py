@@ -27,7 +27,8 @@ from typing_extensions import override
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import Sweep, drop, sweep
 from ckptlib.errors import CorruptData, StoreError, Superseded
 from ckptlib.format import keys
@@ -163,7 +164,7 @@ def test_a_step_is_durable_before_those_go_that_it_replaces(tmp_path: Path, monk
     generation = make_generation(catalog)
     make_save(catalog, generation, 1, state(1))
     save, names = put_parts(catalog, generation, 2, state(2))
-    manifest, power = Committer(catalog).manifest_of(save, names), ForgetfulDisk(monkeypatch)
+    manifest, power = Committer(catalog).prover.manifest_of(save, names), ForgetfulDisk(monkeypatch)
     power.links_left = 1
 
     def refuse(self: LocalStore, prefix: str) -> None:
@@ -425,7 +426,7 @@ def test_a_step_that_comes_to_be_as_its_trash_is_listed_loses_nothing(store: Sto
     save, names = put_parts(catalog, generation, 2, state(2))
     store.put(save.trash_key, TrashRecord(save, "never committed").encode())
     age(store, LATER_S)
-    manifest = Committer(catalog).manifest_of(save, names)
+    manifest = Committer(catalog).prover.manifest_of(save, names)
     scan, coming = store.scan, [manifest.encode()]
 
     def scan_late(prefix: str, after: str = "") -> list[Entry]:

@@ -29,7 +29,8 @@ from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.clock import CLOCK
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import drop_unkept, sweep
 from ckptlib.errors import ObjectUnreadable, StoreFull, Superseded
 from ckptlib.format import keys
@@ -186,7 +187,7 @@ def test_a_step_that_comes_to_be_there_as_its_old_record_is_seen_stays_whole() -
     save, names = put_parts(catalog, generation, 2, state(2))
     catalog.store.put(save.trash_key, TrashRecord(save, "never committed").encode())
     age(catalog.store, LATER_S)
-    document = Committer(catalog).manifest_of(save, names).encode()
+    document = Committer(catalog).prover.manifest_of(save, names).encode()
     actor = ActorStore(catalog.store)  # type: ignore[arg-type]
 
     def commit(op: str, key: str) -> None:

@@ -22,7 +22,7 @@ from support import age, make_generation, make_root, make_save, put_parts, read_
 from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CheckpointNotFound

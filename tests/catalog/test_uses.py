@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from ckptlib.catalog import retention
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.stand import Stand
@@ -507,7 +508,7 @@ def test_a_set_that_is_told_without_ranks_is_kept_whole(monkeypatch: pytest.Monk
             job.change(rows)
             job.change_small()
             save = job.save_and_commit()
-            made = Committer(catalog_of(job)).manifest_of(save, catalog_of(job).manifest(save).parts)
+            made = Committer(catalog_of(job)).prover.manifest_of(save, catalog_of(job).manifest(save).parts)
             assert Stand.of(made) == catalog_of(job).stand(save), "the job that commits keeps what others keep"
             job.advance(GRACE_S)
             job.sweep(KEEP)

@@ -12,7 +12,7 @@ from helpers.commands import DAY_S, Ckptlib, files, of_step, on_terminal, path_o
 from support import age, make_generation, make_root, make_save, of_version, put_parts, replace_object, state
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.cli.tree import Branch, branches_of, drawn
 from ckptlib.errors import StoreDenied, Superseded
 from ckptlib.format.keys import GenerationId, SaveId, copy_key

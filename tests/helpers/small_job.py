@@ -23,7 +23,8 @@ from helpers.plain_reader import Chunk, body_of, chunks_of, parts_of, tensors_of
 from support import ROOT_ID, age
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.errors import SaveFailed, Superseded

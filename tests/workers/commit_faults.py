@@ -27,7 +27,8 @@ from typing_extensions import Buffer, override
 from workers.crash_spare import make_root, ready_slot, setup
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreFull, StoreTimeout
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId

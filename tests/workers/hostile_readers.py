@@ -16,8 +16,8 @@ from hostile_root import Body, Root, dumps
 
 import ckptlib
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.failed_parts import raise_if_failed
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.cli.app import run
 from ckptlib.errors import CkptError, UnsupportedState
 from ckptlib.format import values

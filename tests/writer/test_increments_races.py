@@ -14,7 +14,8 @@ from helpers.actors import ActorStore, Crash, no_chance
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob, copied
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.uses import record_of
 from ckptlib.errors import CkptError

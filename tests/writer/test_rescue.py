@@ -17,7 +17,8 @@ from support import ROOT_ID, layout_of, make_generation, make_root, make_save, r
 
 from ckptlib.catalog import commit as commit_module
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import drop
 from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreError, StoreFull, StoreTimeout, Superseded
 from ckptlib.format import body_layout

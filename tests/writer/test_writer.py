@@ -24,7 +24,8 @@ from workers.crash_oracle import failed_parts, read_document, read_root
 from workers.crash_spare import ROOT_ID, ready_slot, setup
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.finishing import finish_saves
 from ckptlib.catalog.retention import drop
 from ckptlib.errors import WaitTimeout
 from ckptlib.format import keys
