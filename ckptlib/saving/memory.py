@@ -71,7 +71,7 @@ def open_memory(
         replicator = None
         if peers is not None and placement is not None:
             replicator = Replicator(over, group.rank, placement, peers, lambda: make_arena(writer, pin=False))
-            together_while_all_live(group, "connecting peers", replicator.connect)
+            together_while_all_live(group, "connecting peers", replicator.connection.connect)
 
         def on_held(step: int) -> None:
             writer.held(SaveId(step, lineage.generation))

@@ -21,8 +21,8 @@ class PeerLink:
 
     @property
     def failed(self) -> bool:
-        """See `Replicator.link_failed`."""
-        return self._replicator is not None and self._replicator.link_failed
+        """See `Connection.failed`."""
+        return self._replicator is not None and self._replicator.connection.failed
 
     @property
     def calm(self) -> bool:
@@ -37,12 +37,12 @@ class PeerLink:
         if self._replicator is None:
             return
         if failed:
-            self._replicator.drop_link()
+            self._replicator.connection.drop()
         elif calm and not self._replicator.linked:
             try:
-                together(self._group, "connecting peers anew", self._replicator.connect)
+                together(self._group, "connecting peers anew", self._replicator.connection.connect)
             except CkptError as error:
                 log.warning("%s", error)
-                self._replicator.drop_link()
+                self._replicator.connection.drop()
             else:
                 log.warning("the ranks have reconnected: snapshots have replicas again")

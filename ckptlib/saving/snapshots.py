@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from ckptlib.errors import NoRoom, TornSnapshot, describe
 from ckptlib.events import Event, Failed, Held, Staged
 from ckptlib.format.keys import SaveId
-from ckptlib.peers.replicator import FindAlike, ReplicaOutcome, Replicator, Round
+from ckptlib.peers.incoming import FindAlike
+from ckptlib.peers.replicator import Replicator
+from ckptlib.peers.rounds import ReplicaOutcome, Round
 from ckptlib.policy.peers import Coverage
 from ckptlib.ranks.held import NONE, HeldSteps
 from ckptlib.slots.placement import ReplicaMap

@@ -21,9 +21,11 @@ from workers.rank_slots import seal as sealed
 
 from ckptlib.errors import AgreementFailed, CorruptData, ReplicationFailed, TornSnapshot
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.peers import replicator
+from ckptlib.peers import connection, incoming, outgoing
+from ckptlib.peers.connection import Connection
 from ckptlib.peers.increment_sender import _Sent
-from ckptlib.peers.replicator import Replicator, Round
+from ckptlib.peers.replicator import Replicator
+from ckptlib.peers.rounds import Round
 from ckptlib.peers.transfer import _heed, send_slot
 from ckptlib.policy.peers import Peers
 from ckptlib.slots.header import SlotHeader
@@ -36,6 +38,7 @@ from ckptlib.staging.stager import Content, CopyJob, Staging
 
 GENERATION = GenerationId(1, "0" * 8)
 SAVE = SaveId(7, GENERATION)
+PATIENT = Peers().timeout
 HEADER = SlotHeader(ROOT_ID, SAVE, 0, 2, 1, 2, 4096, {})
 
 
@@ -68,11 +71,11 @@ class Wire:
 
 
 class Bench:
-    def __init__(self, directory: Path, link: str = "raw") -> None:
-        peers = Peers(timeout=timedelta(seconds=0.05), link=link)
+    def __init__(self, directory: Path, link: str = "raw", timeout: timedelta = timedelta(seconds=0.05)) -> None:
+        peers = Peers(timeout=timeout, link=link)
         self.arena = Arena(ROOT_ID, GENERATION, directory, 3)
         self.replicator: Any = Replicator(None, 0, place(["A", "B"], 1), peers, lambda: self.arena)
-        self.wire = self.replicator._link = Wire()
+        self.wire = self.replicator.connection.link = Wire()
         slot = Arena(ROOT_ID, GENERATION, directory, 1).take(4096, -1, ())
         content = Content(HEADER, b"", None, {}, {}, 0.0, "xxh3")  # type: ignore[arg-type]
         self.staging = Staging(slot, content)  # type: ignore[arg-type]
@@ -114,7 +117,7 @@ def test_of_a_snapshot_whose_header_is_damaged_its_holders_are_told(tmp_path: Pa
 def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: Path) -> None:
     """Though the snapshot that it was for does not come."""
     bench = Bench(tmp_path)
-    bench.replicator._readers[1]._tables[1] = ("", type("Table", (), {"digest": ""}), None)
+    bench.replicator._incoming[1]._reader._tables[1] = ("", type("Table", (), {"digest": ""}), None)
     slot = bench.arena.take(4096, -1, ())
     assert slot is not None
     bench.begin([CopyJob(slot, SlotHeader(ROOT_ID, SAVE, 1, 2, 1, 1, 4096, {}), [], ())])
@@ -138,7 +141,7 @@ def test_what_came_damaged_says_nothing_of_what_this_rank_has_itself(tmp_path: P
     assert bench.wire.failed.wait(60)
     seal(bench.staging)
     until(lambda: bench.replicator.calm)
-    assert bench.replicator._unlike == set()
+    assert not bench.replicator._incoming[1]._is_unlike
 
 
 def test_what_fails_in_the_middle_ends_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +152,8 @@ def test_what_fails_in_the_middle_ends_the_link(tmp_path: Path, monkeypatch: pyt
     def no_memory(*args: Any) -> None:
         raise MemoryError
 
-    for what in ("send_slot", "receive_slot"):
-        monkeypatch.setattr(replicator, what, no_memory)
+    monkeypatch.setattr(outgoing, "send_slot", no_memory)
+    monkeypatch.setattr(incoming, "receive_slot", no_memory)
     bench.staging.slot.write_header(HEADER)
     seal(bench.staging)
     fate = bench.begin([])
@@ -218,7 +221,7 @@ def test_what_is_held_of_a_rank_that_is_gone_is_found_by_the_next_job_of_this_pr
     """Before the rank is given up: only here is the rank's share of the newest step."""
     of_others = {*threading.enumerate()}  # of tests before this one, some of which wait for more to do
     bench = Bench(tmp_path, "optimizer")
-    wire = bench.replicator._link = Silent()
+    wire = bench.replicator.connection.link = Silent()
     replica, overwritten = held(bench, 6), held(bench, 5)
     bench.arena.mark_void(overwritten)
     bench.begin([])
@@ -261,9 +264,9 @@ class Pipe:
 @pytest.mark.parametrize("held_by_all", [4, 5], ids=["into a new slot", "into an old one"])
 def test_what_a_failed_snapshot_has_copied_is_not_kept(tmp_path: Path, held_by_all: int) -> None:
     """Rank 0 copies "w" of rank 1's replica itself. Its own snapshot of step 6 is torn, and so is that copy."""
-    bench, messages = Bench(tmp_path), dict[tuple[int, int], queue.SimpleQueue[bytes]]()
+    bench, messages = Bench(tmp_path, timeout=PATIENT), dict[tuple[int, int], queue.SimpleQueue[bytes]]()
     replicator, own = bench.replicator, Slot.create(tmp_path, "own", CAPACITY)
-    replicator._peers, replicator._link, link = Peers(), Pipe(0, messages), Pipe(1, messages)
+    replicator.connection.link, link = Pipe(0, messages), Pipe(1, messages)
 
     def replicate(step: int, held_by_all: int, copies: bool) -> int:
         """The bytes of the body that rank 1 sent."""
@@ -283,7 +286,7 @@ def test_what_a_failed_snapshot_has_copied_is_not_kept(tmp_path: Path, held_by_a
     replicate(4, 3, copies=False)
     replicate(5, 4, copies=False)
     assert replicate(6, held_by_all, copies=True) == own.read_header().body_nbytes
-    assert not replicator._unlike, "what this rank has is not known to differ"
+    assert not replicator._incoming[1]._is_unlike, "what this rank has is not known to differ"
     headers = [slot.read_header() for slot in bench.arena.slots]
     assert {5, 6} <= {header.save.step for header in headers if header.ready}
 
@@ -304,16 +307,16 @@ class Torn(Pipe):
 
 def test_a_replica_that_its_owner_counts_on_is_kept(tmp_path: Path) -> None:
     """Also where this rank does not know whether the owner heard that it is there."""
-    bench, messages = Bench(tmp_path), dict[tuple[int, int], queue.SimpleQueue[bytes]]()
+    bench, messages = Bench(tmp_path, timeout=PATIENT), dict[tuple[int, int], queue.SimpleQueue[bytes]]()
     own = Slot.create(tmp_path, "own", CAPACITY)
-    bench.replicator._peers, bench.replicator._link = Peers(), Torn(0, messages)
+    bench.replicator.connection.link = Torn(0, messages)
     header = sealed(own, 5, 1)
     bench.replicator.begin(Round(ROOT_ID, header.save, 5, 4, 4), None, [])
     send_slot(Pipe(1, messages), 0, own, header)  # type: ignore[arg-type]
     until(lambda: bench.replicator.calm)
     (replica,) = bench.arena.slots
     assert replica.read_header() == header
-    assert bench.replicator._take(1, Round(ROOT_ID, SAVE, 7, 5, 5), header.body_nbytes) is not replica
+    assert bench.replicator._incoming[1]._take(Round(ROOT_ID, SAVE, 7, 5, 5), header.body_nbytes) is not replica
 
 
 def held(bench: Bench, step: int) -> Slot:
@@ -324,8 +327,8 @@ def held(bench: Bench, step: int) -> Slot:
     slot.write_header(header)
     slot.unlock()
     bench.arena.mark_ready(slot, step)
-    bench.replicator._held[1].sealed(slot, header)
-    bench.replicator._sent[1]._last = _Sent(slot, header, {})
+    bench.replicator._incoming[1]._steps.sealed(slot, header)
+    bench.replicator._outgoing[1]._steps._last = _Sent(slot, header, {})
     return slot
 
 
@@ -333,13 +336,13 @@ def test_what_an_increment_builds_on_is_overwritten_last(tmp_path: Path) -> None
     """Though its snapshot failed elsewhere, and any slot would do."""
     bench = Bench(tmp_path, "optimizer")
     slots = [held(bench, step) for step in (4, 5, 6)]
-    bench.replicator._held[1].sealed(slots[0], slots[0].read_header())
+    bench.replicator._incoming[1]._steps.sealed(slots[0], slots[0].read_header())
     now = Round(ROOT_ID, SAVE, 7, -1, 6)
-    assert bench.replicator._take(1, now, 4096) == slots[1]
+    assert bench.replicator._incoming[1]._take(now, 4096) == slots[1]
     bench.arena.take(4096, 100, [slots[0], slots[1]])
-    assert bench.replicator._take(1, now, 4096) != slots[0]
+    assert bench.replicator._incoming[1]._take(now, 4096) != slots[0]
     slots[0].write_header(replace(HEADER, sequence=21))
-    assert bench.replicator._held[1].base() is None, "it is another snapshot's by now"
+    assert bench.replicator._incoming[1]._steps.base() is None, "it is another snapshot's by now"
 
 
 def test_a_base_is_in_use_while_something_is_sent(tmp_path: Path) -> None:
@@ -364,25 +367,25 @@ def test_ranks_that_connect_anew_hold_up_the_training_for_seconds(monkeypatch: p
         time.sleep(delays.pop())
         return Wire()
 
-    monkeypatch.setattr(replicator, "Link", link)
+    monkeypatch.setattr(connection, "Link", link)
     over: Any = object()
     delays = [0.0, 0.0]
-    ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(minutes=1)), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks = Connection(over, Peers(timeout=timedelta(minutes=1)))
     ranks.connect()
-    ranks.drop_link()
+    ranks.drop()
     ranks._broken = None
     ranks.connect()
-    assert given == [timedelta(minutes=1), replicator.RECONNECT]
-    monkeypatch.setattr(replicator, "RECONNECT", timedelta(0))
+    assert given == [timedelta(minutes=1), connection.RECONNECT]
+    monkeypatch.setattr(connection, "RECONNECT", timedelta(0))
     given.clear()
     delays = [0.0, 0.05]
-    ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=timedelta(minutes=1)), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks = Connection(over, Peers(timeout=timedelta(minutes=1)))
     ranks.connect()
     ranks.connect()
     assert given[1] >= timedelta(seconds=0.2)
     given.clear()
     delays, least = [0.0, 0.01], timedelta(microseconds=1)
-    ranks = Replicator(over, 0, place(["A", "B"], 1), Peers(timeout=least), lambda: None)  # type: ignore[arg-type, return-value]
+    ranks = Connection(over, Peers(timeout=least))
     ranks.connect()
     ranks.connect()
     assert given == [least] * 2, "no longer than a peer may take"

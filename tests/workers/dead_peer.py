@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from ckptlib import Checkpointer, Peers
 from ckptlib.errors import AgreementFailed
-from ckptlib.peers.replicator import Replicator
+from ckptlib.peers.connection import Connection
 from ckptlib.ranks import group
 
 dist.init_process_group("gloo")
 group.MEET_S = 0.1
 if dist.get_rank() == 1:
-    Replicator.connect = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    Connection.connect = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 began = time.monotonic()
 try:
     Checkpointer(sys.argv[1], {}, every=1, peers=Peers(domain=str(dist.get_rank())))

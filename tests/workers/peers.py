@@ -31,7 +31,7 @@ from workers.traps import CHUNK_BYTES, mark_sealed, on_chunk, set_trap, wrap
 
 import ckptlib
 from ckptlib import Peers
-from ckptlib.peers import increments, parameters, replicator
+from ckptlib.peers import connection, increments, parameters
 from ckptlib.ranks import link
 from ckptlib.recovery import memory_source
 from ckptlib.saving import snapshots
@@ -82,7 +82,7 @@ def train(
     if not rights:
         give_up_rights()
     link.CHUNK_BYTES = CHUNK_BYTES
-    replicator.FIRST_BACKOFF_S = 0.2
+    connection.FIRST_BACKOFF_S = 0.2
     parameters.MIN_ELEMENTS, increments.STRETCH = 256, 1500
     snapshots.RECLAIM_EVERY_S = 0.0
     logging.getLogger("ckptlib").setLevel(logging.INFO)
